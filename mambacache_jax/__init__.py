@@ -1,0 +1,60 @@
+"""A prefix cache for hybrid attention and state-space language models, on JAX and Pallas.
+
+Names load on first use, so that `import mambacache_jax.host` never imports JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import CacheConfig as CacheConfig
+    from .config import EngineConfig as EngineConfig
+    from .config import SamplingParams as SamplingParams
+    from .engine import Completion as Completion
+    from .engine import Delta as Delta
+    from .engine import Engine as Engine
+    from .engine import EngineStats as EngineStats
+    from .errors import MambaCacheError as MambaCacheError
+    from .errors import OutOfSlots as OutOfSlots
+    from .errors import StampMismatch as StampMismatch
+    from .host import PrefixCache as PrefixCache
+
+__all__ = [
+    "CacheConfig",
+    "Completion",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "MambaCacheError",
+    "OutOfSlots",
+    "PrefixCache",
+    "SamplingParams",
+    "StampMismatch",
+]
+
+_MODULES = {
+    "CacheConfig": "config",
+    "EngineConfig": "config",
+    "SamplingParams": "config",
+    "Completion": "engine",
+    "Delta": "engine",
+    "Engine": "engine",
+    "EngineStats": "engine",
+    "MambaCacheError": "errors",
+    "OutOfSlots": "errors",
+    "StampMismatch": "errors",
+    "PrefixCache": "host",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

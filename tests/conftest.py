@@ -1,0 +1,30 @@
+"""Strict JAX for every test: no implicit promotion, shapes of annotated functions checked when traced."""
+
+import importlib.util
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# A CPU process with libtpu installed prints errors unless these name a machine.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+from jaxtyping import install_import_hook
+
+install_import_hook(["kernels_pallas", "mambacache_jax.device", "mambacache_jax.models"], "beartype.beartype")
+
+import jax
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+AOT_COMPILERS = ("libtpu", "jax_cuda13_plugin")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves the `aot` tests out where their compilers are not installed; `make aot` installs them."""
+    if all(importlib.util.find_spec(name) for name in AOT_COMPILERS):
+        return
+    left_out = [item for item in items if item.get_closest_marker("aot")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
