@@ -1,0 +1,228 @@
+"""Free slots of one pool, on the host.
+
+Slots are handed out in pages: aligned runs of `page_size`. Page 0 is the null page, which padding writes and
+nobody owns, so slot ids run from `page_size` to `num_slots + page_size - 1`. A slot is free, used by a
+request, or adopted by the tree; a request cannot give away what the tree has adopted.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mambacache_jax.errors import OutOfSlots
+
+FREE, USED, ADOPTED, NULL = range(4)
+
+Slots = np.ndarray | Sequence[int]
+
+
+class SlotAllocator:
+    """A stack of free pages: what was freed last is handed out first, so that a trace replays exactly.
+
+    Arrays that it returns are copies; it never keeps a view of one that it was given.
+    """
+
+    def __init__(self, num_slots: int, page_size: int = 1) -> None:
+        """Makes an allocator with every page free.
+
+        Args:
+          num_slots: usable slots, a positive multiple of `page_size`; the null page comes on top.
+          page_size: slots a page.
+        """
+        if page_size < 1 or num_slots < page_size or num_slots % page_size:
+            raise ValueError(
+                f"num_slots must be a positive multiple of page_size, got {num_slots} and {page_size}."
+            )
+        num_pages = num_slots // page_size
+        self._num_slots, self._page_size = num_slots, page_size
+        self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)
+        self._top = num_pages
+        self._state = bytearray(num_pages + 1)
+        self._state[0] = NULL
+        self._states = np.frombuffer(self._state, np.uint8)
+        self._offsets = np.arange(page_size, dtype=np.int32)
+        self._seen = np.zeros(num_pages + 1, np.int32)
+
+    @property
+    def num_slots(self) -> int:
+        """Usable slots, free or not."""
+        return self._num_slots
+
+    @property
+    def page_size(self) -> int:
+        """Slots a page."""
+        return self._page_size
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody owns."""
+        return self._top * self._page_size
+
+    @property
+    def num_used(self) -> int:
+        """Slots that a request or the tree owns."""
+        return self._num_slots - self._top * self._page_size
+
+    def allocate(self, num_slots: int) -> np.ndarray:
+        """Takes `num_slots` slots, a multiple of the page size, as page-aligned runs in order.
+
+        Raises:
+          OutOfSlots: too few are free; nothing was changed.
+        """
+        page_size, top = self._page_size, self._top
+        count, rest = divmod(num_slots, page_size)
+        if rest or count < 0:
+            raise ValueError(f"Slots are handed out in pages of {page_size}, {num_slots} were asked for.")
+        if count > top:
+            raise OutOfSlots(
+                f"{num_slots} slots needed, {self.num_free} free of {self._num_slots}. "
+                f"Free or evict some first, or make the pool larger."
+            )
+        if count == 1 and page_size == 1:
+            return np.array([self.allocate_one()], np.int32)
+        pages = self._stack[top - count : top][::-1].copy()
+        self._top = top - count
+        self._states[pages.astype(np.intp)] = USED
+        return pages if page_size == 1 else (pages[:, None] * page_size + self._offsets).ravel()
+
+    def allocate_one(self) -> int:
+        """Takes one slot; only where a page is one slot.
+
+        Raises:
+          OutOfSlots: none is free.
+        """
+        if self._page_size != 1 or not self._top:
+            return int(self.allocate(1)[0])
+        self._top -= 1
+        slot = int(self._stack[self._top])
+        self._state[slot] = USED
+        return slot
+
+    def free(self, slots: Slots) -> None:
+        """Takes back slots that a request owns, whole pages.
+
+        Raises:
+          ValueError: a slot is null, out of range, free, the tree's, named twice, or not in a whole page. The
+            message names it, and nothing was changed.
+        """
+        if len(slots) == 1 and self._page_size == 1:
+            slot = int(self.as_int32(slots)[0])
+            self.validate_one(slot)
+            self.free_one(slot)
+        else:
+            self.free_pages(self.validate(slots))
+
+    def validate(self, slots: Slots) -> np.ndarray:
+        """The pages of `slots` as an index, all owned by requests and distinct; raises as `free` does."""
+        slots = self.as_int32(slots)
+        pages, count = self._whole_pages(slots), len(slots) // self._page_size
+        # As unsigned numbers negative slots are far out of range, and intp is what NumPy indexes by.
+        index = pages.view(np.uint32).astype(np.intp)
+        try:
+            states = self._states[index]
+        except IndexError:
+            bad = slots[(slots < 0) | (slots >= self._num_slots + self._page_size)]
+            raise ValueError(self._out_of_range(bad[0])) from None
+        if np.count_nonzero(states == USED) != count:
+            at = int(np.flatnonzero(states != USED)[0])
+            raise ValueError(self._not_used(int(slots[at * self._page_size]), int(states[at])))
+        if count > 1 and np.count_nonzero(pages[1:] > pages[:-1]) != count - 1:
+            order = np.arange(count, dtype=np.int32)
+            self._seen[index] = order
+            again = self._seen[index] != order
+            if np.count_nonzero(again):
+                raise ValueError(f"Slot {slots[int(again.argmax()) * self._page_size]} is named twice.")
+        return index
+
+    def validate_one(self, slot: int) -> None:
+        """`validate` for one slot, where a page is one slot."""
+        if not 0 <= slot < len(self._state):
+            raise ValueError(self._out_of_range(slot))
+        if self._state[slot] != USED:
+            raise ValueError(self._not_used(slot, self._state[slot]))
+
+    def free_pages(self, pages: np.ndarray) -> None:
+        """Frees pages that `validate` returned."""
+        count = len(pages)
+        self._states[pages] = FREE
+        self._stack[self._top : self._top + count] = pages[::-1]
+        self._top += count
+
+    def adopt_pages(self, pages: np.ndarray) -> None:
+        """The tree takes over pages that `validate` returned."""
+        self._states[pages] = ADOPTED
+
+    def adopt_one(self, slot: int) -> None:
+        """The tree takes over a slot that `validate_one` accepted."""
+        self._state[slot] = ADOPTED
+
+    def free_adopted(self, slots: np.ndarray) -> None:
+        """The tree gives back slots that it adopted, whole pages."""
+        pages = slots if self._page_size == 1 else slots[:: self._page_size] // self._page_size
+        self.free_pages(pages.astype(np.intp))
+
+    def free_one(self, slot: int) -> None:
+        """Frees a slot that `validate_one` accepted, or that the tree adopted; where a page is one slot."""
+        self._state[slot] = FREE
+        self._stack[self._top] = slot
+        self._top += 1
+
+    def check_invariants(self, adopted: Sequence[int], used: Sequence[int]) -> None:
+        """Raises AssertionError unless each slot is free, the tree's or a request's, and just one of these.
+
+        Args:
+          adopted: every slot that the tree owns.
+          used: every slot that a request owns.
+        """
+        stack = sorted(self._stack[: self._top].tolist())
+        free = np.flatnonzero(self._states == FREE).tolist()
+        assert stack == free, f"the stack holds pages {stack}, but {free} are free."
+        assert self._state[0] == NULL, "the null page has been given away."
+        for owner, slots, state in (("the tree", adopted, ADOPTED), ("requests", used, USED)):
+            owned, pages = set(slots), np.flatnonzero(self._states == state)
+            assert len(slots) == len(owned), f"{owner} own a slot twice: {sorted(slots)}."
+            known = set((pages[:, None] * self._page_size + self._offsets).ravel().tolist())
+            assert owned == known, (
+                f"{owner} own {sorted(owned - known)} without the allocator's knowledge, "
+                f"and have lost {sorted(known - owned)}."
+            )
+
+    def as_int32(self, slots: Slots) -> np.ndarray:
+        """`slots` as a one-dimensional int32 array, perhaps the same; ValueError if they are no slot ids."""
+        array = np.asarray(slots)
+        if array.ndim != 1:
+            raise ValueError(f"Slots must be one-dimensional, got shape {array.shape}.")
+        if array.dtype == np.int32:
+            return array
+        if array.size and array.dtype.kind not in "iu":
+            raise ValueError(f"Slots must be integers, got {array.dtype}.")
+        outside = (array < 0) | (array >= self._num_slots + self._page_size)
+        if outside.any():
+            raise ValueError(self._out_of_range(array[outside][0]))
+        return array.astype(np.int32)
+
+    def _whole_pages(self, slots: np.ndarray) -> np.ndarray:
+        page_size = self._page_size
+        if page_size == 1:
+            return np.ascontiguousarray(slots)
+        if len(slots) % page_size:
+            raise ValueError(f"{len(slots)} slots are no whole pages of {page_size}.")
+        runs = slots.reshape(-1, page_size)
+        pages = runs[:, 0] // page_size
+        broken = (runs != pages[:, None] * page_size + self._offsets).any(axis=1)
+        if broken.any():
+            run = runs[int(broken.argmax())].tolist()
+            raise ValueError(f"Slots {run} are no whole page of {page_size}.")
+        return pages
+
+    def _out_of_range(self, slot: int) -> str:
+        last = self._num_slots + self._page_size - 1
+        return f"Slot {slot} is out of range: slots are {self._page_size} to {last}."
+
+    def _not_used(self, slot: int, state: int) -> str:
+        reason = {
+            FREE: "is free already",
+            ADOPTED: "belongs to the tree",
+            NULL: "is a null slot, which nobody owns",
+        }
+        return f"Slot {slot} {reason[state]}; only a request's own slots can be given away."

@@ -1,0 +1,254 @@
+"""The radix tree: which prefixes exist, where their KV and checkpoints lie, and what may be evicted.
+
+It knows slots only as numbers; `PrefixCache` owns the allocators. Three rules keep it fast. A walk does one
+dictionary look-up and one `startswith` a node. A use stamps one node: a parent takes a child's stamp when the
+child goes, which gives leaves the same order as stamping whole paths would. A lock climbs only to the first
+ancestor that is held already, so what may be evicted is known without counting.
+"""
+
+import struct
+from collections.abc import Hashable, Iterator
+
+import numpy as np
+
+from mambacache_jax.host.key import EMPTY_HASH, TOKEN_BYTES, common_len, extend_hash
+from mambacache_jax.host.lru import CheckpointOrder, LeafQueue
+from mambacache_jax.host.node import Node, Root
+
+
+class RadixTree:
+    """Nodes by namespace, their locks and recency.
+
+    Attributes:
+      roots: by namespace; that of None always exists, the others while they have children.
+      checkpoints: the nodes that have one, in order of eviction.
+      num_nodes: nodes, roots left out.
+      num_kv: KV slots of all nodes.
+      protected_kv: of those, slots that a lease keeps from eviction.
+      protected_ssm: checkpoints that a lease keeps from eviction.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._page_at = struct.Struct(f"{self._page_bytes}s").unpack_from
+        self._clock = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops every node. The counter of uses goes on, so old and new stamps never meet."""
+        self.roots: dict[Hashable, Root] = {None: Root(None)}
+        self.checkpoints = CheckpointOrder()
+        self._leaves = LeafQueue()
+        self.num_nodes = self.num_kv = self.protected_kv = self.protected_ssm = 0
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents first."""
+        stack: list[Node] = list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(reversed(node.children.values()))
+
+    def walk(
+        self, key: bytes | bytearray, end: int, namespace: Hashable
+    ) -> tuple[list[Node], Node | None, int]:
+        """Follows `key[:end]`, `end` in bytes and on a page boundary.
+
+        Returns:
+          The nodes that the key runs through to their end; the node in which it ends or leaves the tree, or
+          None; and the tokens that it shares with the tree, whole pages.
+        """
+        path: list[Node] = []
+        node = self.roots.get(namespace)
+        at, page_at = 0, self._page_at
+        while at < end and node is not None:
+            node = node.children.get(page_at(key, at)[0])
+            if node is None:
+                break
+            tokens = node.tokens
+            if not key.startswith(tokens, at, end):
+                shared = at // TOKEN_BYTES + common_len(key, at, end, tokens)
+                return path, node, shared - shared % self._page_size
+            path.append(node)
+            at += len(tokens)
+        return path, None, at // TOKEN_BYTES
+
+    def touch(self, node: Node) -> None:
+        """Makes a node the most recently used, and its checkpoint likewise."""
+        self._clock += 1
+        node.stamp = self._clock
+        if node.checkpoint_slot:
+            self.checkpoints.move_to_end(node)
+
+    def split(self, node: Node, position: int) -> Node:
+        """Cuts a node's run at `position`; returns the new upper node, a tombstone.
+
+        The node itself becomes the lower part and keeps checkpoint, children and leases, so whoever holds it
+        still holds the same tokens.
+        """
+        parent = node.parent
+        assert parent is not None, "a root has no run to split."
+        count = position - parent.position
+        cut = count * TOKEN_BYTES
+        upper = Node(node.tokens[:cut], node.kv_slots[:count].copy(), parent, position, node.stamp)
+        parent.children[self._first_page(upper)] = upper
+        node.tokens, node.kv_slots, node.parent = node.tokens[cut:], node.kv_slots[count:].copy(), upper
+        upper.children[self._first_page(node)] = node
+        upper.held = 1 if node.held else 0
+        self.num_nodes += 1
+        return upper
+
+    def add_leaf(self, parent: Node, tokens: bytes, kv_slots: np.ndarray) -> Node:
+        """Hangs a new leaf, the most recently used node, under `parent`; `kv_slots` is the tree's."""
+        self._clock += 1
+        leaf = Node(tokens, kv_slots, parent, parent.position + len(kv_slots), self._clock)
+        parent.children[self._first_page(leaf)] = leaf
+        self.num_nodes += 1
+        self.num_kv += len(kv_slots)
+        self._leaves.push(leaf)
+        return leaf
+
+    def root(self, namespace: Hashable) -> Root:
+        """The root of a namespace, made if need be."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Root(namespace)
+        return root
+
+    def hash_at(self, path: list[Node], key: bytes | bytearray, end: int) -> int:
+        """Hash of `key[:end]`, `end` in bytes, from the deepest hash known on `path`."""
+        for node in reversed(path):
+            if node.token_hash is not None:
+                start, known = node.position * TOKEN_BYTES, node.token_hash
+                break
+        else:
+            start, known = 0, EMPTY_HASH
+        with memoryview(key) as view:
+            return extend_hash(known, view[start:end])
+
+    def hold(self, node: Node) -> None:
+        """Keeps a node and its ancestors from eviction, until `release`."""
+        while node.parent is not None:
+            node.held += 1
+            if node.held > 1:
+                return
+            self.protected_kv += len(node.kv_slots)
+            node = node.parent
+
+    def release(self, node: Node) -> None:
+        """Undoes one `hold`."""
+        while node.parent is not None:
+            node.held -= 1
+            if node.held:
+                return
+            self.protected_kv -= len(node.kv_slots)
+            if not node.children:
+                self._leaves.push(node)
+            node = node.parent
+
+    def lock_checkpoint(self, node: Node) -> None:
+        """Keeps a node's checkpoint from eviction, now or as soon as it gets one. The node must be held."""
+        node.ssm_lock += 1
+        if node.ssm_lock == 1 and node.checkpoint_slot:
+            self.protected_ssm += 1
+
+    def unlock_checkpoint(self, node: Node) -> None:
+        """Undoes one `lock_checkpoint`."""
+        node.ssm_lock -= 1
+        if not node.ssm_lock and node.checkpoint_slot:
+            self.protected_ssm -= 1
+
+    def set_checkpoint(self, node: Node, slot: int, token_hash: int) -> None:
+        """Gives a tombstone a checkpoint, which is protected at once if the node's is locked."""
+        node.checkpoint_slot, node.token_hash = slot, token_hash
+        self.checkpoints[node] = None
+        if node.ssm_lock:
+            self.protected_ssm += 1
+
+    def drop_checkpoint(self, node: Node) -> int:
+        """Makes a node a tombstone; returns its slot. The checkpoint must not be locked."""
+        slot, node.checkpoint_slot = node.checkpoint_slot, 0
+        del self.checkpoints[node]
+        return slot
+
+    def pop_leaf(self) -> Node | None:
+        """Takes the least recently used leaf that nobody holds out of the tree, its checkpoint still set."""
+        leaf = self._leaves.pop()
+        if leaf is None:
+            return None
+        parent = leaf.parent
+        assert parent is not None, "a root was queued for eviction."
+        del parent.children[self._first_page(leaf)]
+        if leaf.checkpoint_slot:
+            del self.checkpoints[leaf]
+        leaf.parent, leaf.removed = None, True
+        self.num_nodes -= 1
+        self.num_kv -= len(leaf.kv_slots)
+        parent.stamp = max(parent.stamp, leaf.stamp)
+        if not parent.children:
+            if not isinstance(parent, Root):
+                if not parent.held:
+                    self._leaves.push(parent)
+            elif parent.namespace is not None:
+                del self.roots[parent.namespace]
+        return leaf
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless links, keys, hashes, locks, sums and orders of eviction all agree."""
+        nodes = list(self.nodes())
+        for namespace, root in self.roots.items():
+            assert root.namespace == namespace, f"the root of {namespace!r} says {root.namespace!r}."
+            assert namespace is None or root.children, f"the root of {namespace!r} is empty and still there."
+            state = (root.position, root.checkpoint_slot, root.held, root.ssm_lock, root.parent)
+            assert state == (0, 0, 0, 0, None), f"the root of {namespace!r} is {state}."
+            self._check_children(root)
+        hashes: dict[Node, int] = {}
+        for node in nodes:
+            assert node.parent is not None
+            hashes[node] = extend_hash(hashes.get(node.parent, EMPTY_HASH), node.tokens)
+            self._check_node(node, hashes[node])
+            self._check_children(node)
+        with_checkpoint = {node for node in nodes if node.checkpoint_slot}
+        assert set(self.checkpoints) == with_checkpoint, "the order of checkpoints misses or keeps a node."
+        queue = self._leaves.nodes()
+        assert len(queue) == len(set(queue)), "a node is queued twice."
+        assert set(queue) == {node for node in nodes if node.queued}, "the queue of leaves misses a node."
+        for node in nodes:
+            free_leaf = not node.children and not node.held
+            assert node.queued or not free_leaf, f"{node} can be evicted and is not queued."
+        counted = (
+            len(nodes),
+            sum(len(node.kv_slots) for node in nodes),
+            sum(len(node.kv_slots) for node in nodes if node.held),
+            sum(1 for node in with_checkpoint if node.ssm_lock),
+        )
+        kept = (self.num_nodes, self.num_kv, self.protected_kv, self.protected_ssm)
+        assert kept == counted, f"nodes, KV, protected KV and checkpoints are {kept}, counted {counted}."
+
+    def _check_node(self, node: Node, token_hash: int) -> None:
+        assert node.parent is not None
+        assert not node.removed, f"{node} is in the tree and marked as removed."
+        tokens = len(node.tokens) // TOKEN_BYTES
+        assert tokens, f"{node} has an empty run."
+        assert tokens % self._page_size == 0, f"{node} has a run of {tokens} tokens, no whole pages."
+        assert node.kv_slots.dtype == np.int32, f"{node} has {node.kv_slots.dtype} KV slots."
+        assert len(node.kv_slots) == tokens, f"{node} has {tokens} tokens."
+        assert node.position == node.parent.position + tokens, f"{node} is not where its parent ends."
+        known = node.token_hash
+        assert known in (None, token_hash), f"{node} has the hash of other tokens."
+        assert not node.checkpoint_slot or known is not None, f"{node} has a checkpoint without a stamp."
+        held_children = sum(1 for child in node.children.values() if child.held)
+        assert node.held >= held_children, f"{node} is held {node.held} times, its children {held_children}."
+        assert node.ssm_lock >= 0, f"{node} has a checkpoint lock of {node.ssm_lock}."
+        leases = node.held - held_children
+        assert leases >= node.ssm_lock, f"{node} has {node.ssm_lock} checkpoint locks and {leases} leases."
+
+    def _check_children(self, node: Node) -> None:
+        for page, child in node.children.items():
+            assert child.parent is node, f"{child} is a child of {node} and says {child.parent}."
+            assert page == self._first_page(child), f"{child} is filed under another page than its first."
+
+    def _first_page(self, node: Node) -> bytes:
+        return node.tokens[: self._page_bytes]
