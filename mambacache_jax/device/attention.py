@@ -1,0 +1,105 @@
+"""Attention of new tokens over a request's KV, which lies scattered over pool slots.
+
+Plain JAX: the context is gathered tile by tile and folded with a running softmax, so no program depends
+on a context length and no score matrix is larger than a tile. New K and V are in the pool before.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from mambacache_jax.layout import TABLE_BLOCK
+
+TILE = 256
+"""Positions gathered at once."""
+
+
+def tile_pages(page_size: int) -> int:
+    """Pages of one context tile."""
+    return max(1, TILE // page_size)
+
+
+def context_pages(max_context: int, page_size: int) -> int:
+    """Entries of a request-table row: whole tiles and whole update runs that cover `max_context` tokens."""
+    unit = math.lcm(tile_pages(page_size), TABLE_BLOCK)
+    return -(-max_context // (unit * page_size)) * unit
+
+
+def paged_attention(
+    q: Float[Array, "block query q_head head_dim"],
+    k_pool: Float[Array, "slot kv_head head_dim"],
+    v_pool: Float[Array, "slot kv_head v_head_dim"],
+    pages: Int32[Array, "block page"],
+    positions: Int32[Array, "block query"],
+    length: Int32[Array, " block"],
+    *,
+    scale: float,
+    page_size: int,
+) -> Float[Array, "block query q_head v_head_dim"]:
+    """Causal attention of blocks of queries, each block over its own request's slots.
+
+    Args:
+      q: queries; query head `h` reads KV head `h // (q_head // kv_head)`.
+      k_pool: keys by slot. Slots that no position of the context names may hold anything.
+      v_pool: values by slot.
+      pages: the request-table row of each block's request, a whole number of tiles.
+      positions: position of each query; it sees keys at positions up to its own.
+      length: tokens of the context of each block, its own queries included; 0 for padding.
+      scale: factor on the products.
+      page_size: slots a page.
+
+    Returns:
+      The weighted values, zero for padding blocks, in `q`'s dtype. Scores and sums are float32.
+    """
+    blocks, queries, q_heads, head_dim = q.shape
+    kv_heads, v_dim = v_pool.shape[1:]
+    group = q_heads // kv_heads
+    if q_heads % kv_heads:
+        raise ValueError(f"{q_heads} query heads do not divide into {kv_heads} KV heads.")
+    per_tile = tile_pages(page_size)
+    tile = per_tile * page_size
+    # [block, kv_head, group * query, head_dim], so that each KV head is one matrix product.
+    grouped = q.reshape(blocks, queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    grouped = (grouped.astype(jnp.float32) * scale).reshape(blocks, kv_heads, group * queries, head_dim)
+    query_position = jnp.tile(positions, (1, group))  # [block, group * query]
+
+    def fold(index, carry):
+        best, total, out = carry
+        tile_page = jax.lax.dynamic_slice_in_dim(pages, index * per_tile, per_tile, axis=1)
+        slots = (tile_page[:, :, None] * page_size + jnp.arange(page_size)[None, None, :]).reshape(
+            blocks, tile
+        )
+        key_position = index * tile + jnp.arange(tile, dtype=jnp.int32)
+        live = (key_position[None, :] < length[:, None])[:, :, None, None]
+        k = jnp.where(live, k_pool.at[slots].get(mode="promise_in_bounds"), jnp.zeros((), k_pool.dtype))
+        v = jnp.where(live, v_pool.at[slots].get(mode="promise_in_bounds"), jnp.zeros((), v_pool.dtype))
+        scores = jnp.einsum(
+            "bhqd,bthd->bhqt", grouped, k.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+        )
+        seen = (key_position[None, None, :] <= query_position[:, :, None]) & (
+            key_position[None, None, :] < length[:, None, None]
+        )
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
+        new_best = jnp.maximum(best, scores.max(axis=-1))
+        # Until a query has seen a key its maximum is -inf; 0 stands in so that no difference is NaN.
+        shift = jnp.where(jnp.isneginf(new_best), 0.0, new_best)
+        weights = jnp.exp(scores - shift[..., None])
+        keep = jnp.exp(best - shift)
+        products = jnp.einsum(
+            "bhqt,bthv->bhqv", weights, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+        )
+        return new_best, total * keep + weights.sum(axis=-1), out * keep[..., None] + products
+
+    shape = (blocks, kv_heads, group * queries)
+    start = (
+        jnp.full(shape, -jnp.inf, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, v_dim), jnp.float32),
+    )
+    tiles = -(-jnp.max(length, initial=0) // tile)
+    _, total, out = jax.lax.fori_loop(0, tiles, fold, start)
+    out = out / jnp.where(total == 0, 1.0, total)[..., None]
+    out = out.reshape(blocks, kv_heads, group, queries, v_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(blocks, queries, q_heads, v_dim).astype(q.dtype)
