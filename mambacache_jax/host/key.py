@@ -9,7 +9,7 @@ guards against mistakes, not against an adversary; the tree itself compares toke
 import operator
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class TokenBuffer:
         """The tokens as little-endian int32: the buffer itself, to read and never to change."""
         return self._data
 
-    def append(self, token: int) -> None:
+    def append(self, token: SupportsIndex) -> None:
         """Adds one token."""
         value = operator.index(token)
         if not 0 <= value <= _MAX_TOKEN:

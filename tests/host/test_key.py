@@ -24,7 +24,7 @@ TOKENS = [1, 256, 2**31 - 1]
         np.array(TOKENS, np.uint32),
         np.array([0, 1, 0, 256, 0, 2**31 - 1], np.int32)[1::2],
         array.array("i", TOKENS),
-        memoryview(np.array(TOKENS, np.int32)),
+        memoryview(array.array("i", TOKENS)),
         BYTES,
         bytearray(BYTES),
         TokenBuffer(TOKENS),

@@ -325,7 +325,7 @@ class PagedCacheMachine(CacheMachine):
     num_kv_slots = 64
 
 
-RUNS = settings(max_examples=300, stateful_step_count=50, deadline=None)
+RUNS = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = RUNS
 TestPagedCacheMachine = PagedCacheMachine.TestCase
