@@ -56,8 +56,10 @@ bench: $(VENV)/.installed
 		$(BIN)/mambacache demo --concurrency $$n --report out/bench-$$n.html --json out/bench-$$n.json || exit 1; \
 	done
 
+# The GPU plugin comes without CUDA: a command run by hand in this environment then needs JAX_PLATFORMS=cpu.
 aot: $(VENV)/.installed-aot
 	@$(BIN)/python -m pytest -m aot
+	@echo "$(VENV) now holds libtpu and the GPU plugin: outside make, set JAX_PLATFORMS=cpu to keep JAX from trying them."
 
 # Both ways to find the interpreter can name one that does not run (a pyenv shim without its version).
 test-newest:

@@ -6,8 +6,8 @@ JAX's own version. Neither needs the device or its driver.
 
 import functools
 import os
+from typing import Any
 
-import jax
 from jax.experimental import topologies
 
 TPU_TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -34,8 +34,8 @@ TARGETS = (*TPU_TOPOLOGIES, *_GPUS)
 
 
 @functools.cache
-def target_device(target: str) -> jax.Device:
-    """A device of the target to put in shardings of arguments; programs compile for it and do not run.
+def target_device(target: str) -> Any:
+    """A `jax.Device` of the target to put in shardings of arguments; programs compile for it and do not run.
 
     Raises:
       ValueError: the target is unknown.

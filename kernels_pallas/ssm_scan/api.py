@@ -71,8 +71,8 @@ def ssm_scan(
         known = ", ".join(_IMPLEMENTATIONS)
         raise ValueError(f"ssm_scan: unknown implementation {name!r}; there are {known}.")
     _check("ssm_scan", kind, k, v, log_decay, beta)
-    q, k, v, log_decay, beta, initial = _as_float32(q, k, v, log_decay, beta, initial)
-    return _IMPLEMENTATIONS[name](kind, q, k, v, log_decay, beta, initial, blocks)
+    arrays = _as_float32(q, k, v, log_decay, beta, initial)
+    return _IMPLEMENTATIONS[name](kind, *arrays, blocks)
 
 
 def ssm_step(
@@ -93,7 +93,7 @@ def ssm_step(
       ValueError: an unknown kind, or shapes that do not fit the kind.
     """
     _check("ssm_step", kind, k, v, log_decay, beta)
-    return reference.advance(kind, *_as_float32(q, k, v, log_decay, beta, state))
+    return reference.advance(kind, *_as_float32(state, q, k, v, log_decay, beta))
 
 
 def _as_float32(*arrays):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 
-def advance(kind, q, k, v, log_decay, beta, state):
+def advance(kind, state, q, k, v, log_decay, beta):
     """One token of every row: `(out, state)`. Leading axes are free; float32 throughout."""
     groups = v.shape[-2] // k.shape[-2]
     q, k = (jnp.repeat(x, groups, axis=-2)[..., None] for x in (q, k))
@@ -42,8 +42,8 @@ def ssm_scan(kind, q, k, v, log_decay, beta, initial, blocks):
 
     def token(t, carry, block):
         out, state, exports = carry
-        x = jax.tree.map(lambda leaf: leaf[block, t], inputs)
-        y, state = advance(kind, *x, state)
+        now = (None if x is None else x[block, t] for x in inputs)
+        y, state = advance(kind, state, *now)
         for e in range(num_exports):
             at = jnp.where(blocks.export[block, e] == t + 1, blocks.row[block] * num_exports + e, trash)
             exports = exports.at[at].set(state)

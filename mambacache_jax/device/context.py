@@ -153,15 +153,21 @@ class PooledContext:
         assert isinstance(spec, RecurrentSpec)
         leaf = self.pools.ssm.state[index]
         decode_state, extend_state = (rows.astype(jnp.float32) for rows in self._read(leaf))
-        parts = [self._split(x) for x in (q, k, v, log_decay)]
+        (decode_q, extend_q), (decode_k, extend_k) = self._split(q), self._split(k)
+        (decode_v, extend_v), (decode_decay, extend_decay) = self._split(v), self._split(log_decay)
         decode_beta, extend_beta = (None, None) if beta is None else self._split(beta)
-        decode_out, decode_state = ssm_step(spec.kind, *(d for d, _ in parts), decode_beta, decode_state)
+        decode_out, decode_state = ssm_step(
+            spec.kind, decode_q, decode_k, decode_v, decode_decay, decode_beta, decode_state
+        )
         if not self._has_blocks:
-            extend_out, final, exports = parts[2][1], extend_state, extend_state[:, None]
+            extend_out, final, exports = extend_v, extend_state, extend_state[:, None]
         else:
             extend_out, final, exports = ssm_scan(
                 spec.kind,
-                *(e for _, e in parts),
+                extend_q,
+                extend_k,
+                extend_v,
+                extend_decay,
                 extend_beta,
                 extend_state,
                 self._blocks,
