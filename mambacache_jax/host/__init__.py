@@ -9,6 +9,7 @@ from .key import path_hash as path_hash
 from .key import token_bytes as token_bytes
 from .plan import Buckets as Buckets
 from .plan import build_plan as build_plan
+from .plan import make_buckets as make_buckets
 from .prefix_cache import NullPrefixCache as NullPrefixCache
 from .prefix_cache import PrefixCache as PrefixCache
 from .prefix_cache import make_prefix_cache as make_prefix_cache

@@ -26,9 +26,10 @@ def export_positions(
 ) -> tuple[list[int], int]:
     """Positions in `(start, end]` at which a chunk exports its state, ascending, and how many were dropped.
 
-    Wanted are, best first: positions where another prompt leaves this one, the prompt's length minus one
-    (so that the same prompt sent again hits with one token left to compute), then the chunk's last
-    multiple of `interval`. A row exports at most `layout.MAX_EXPORTS` states a step.
+    Wanted are, best first: the furthest position where another prompt leaves this one, the prompt's length
+    minus one (so that the same prompt sent again hits with one token left to compute), other such positions,
+    furthest first, then the chunk's last multiple of `interval`. A row exports at most
+    `layout.MAX_EXPORTS` states a step.
 
     Args:
       start: tokens already computed.
@@ -38,7 +39,8 @@ def export_positions(
       interval: `CacheConfig.checkpoint_interval`; 0 for none.
       page_size: slots a page; every result is a multiple of it.
     """
-    wanted = [*branches, prompt_len - 1]
+    here = sorted((b for b in branches if start < page_floor(b, page_size) <= end), reverse=True)
+    wanted = [*here[:1], prompt_len - 1, *here[1:]]
     if interval:
         wanted.append(end - end % interval)
     floors = (page_floor(position, page_size) for position in wanted)

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mambacache_jax.layout import FROM_DEVICE, MAX_EXPORTS, SAMPLING_FIELDS, PlanShape
+from mambacache_jax.config import EngineConfig
+from mambacache_jax.host.chunking import num_blocks
+from mambacache_jax.layout import FROM_DEVICE, MAX_EXPORTS, SAMPLING_FIELDS, TABLE_BLOCK, PlanShape
 
 GREEDY = np.zeros(SAMPLING_FIELDS, np.int32)
 """Sampling fields of a row that takes the best token."""
@@ -110,6 +112,34 @@ class Buckets:
         if not blocks:
             return PlanShape(decode_rows, 0, self.block_tokens, 0, 0)
         return PlanShape(decode_rows, blocks, self.block_tokens, self.extend_rows, self.updates)
+
+
+def make_buckets(config: EngineConfig, page_size: int) -> Buckets:
+    """The buckets of an engine: in deterministic mode one shape, with every row an extend row."""
+    blocks = config.token_budget // config.block_tokens
+    # A step can always tell the device of one request's whole table row and of all that its tokens open.
+    run = TABLE_BLOCK * page_size
+    updates = (
+        num_blocks(config.max_context, run) + num_blocks(config.token_budget, run) + config.max_running + 1
+    )
+    if config.deterministic:
+        return Buckets((0,), (blocks + config.max_running,), config.block_tokens, config.max_running, updates)
+    return Buckets(
+        decode_rows=_sizes(4, config.max_running),
+        blocks=(0, *_sizes(2, blocks)),
+        block_tokens=config.block_tokens,
+        extend_rows=config.max_extend_rows,
+        updates=updates,
+    )
+
+
+def _sizes(first: int, limit: int) -> tuple[int, ...]:
+    """Bucket sizes `first`, four times that, ... and `limit`: few programs, at most four times padded."""
+    sizes = []
+    while first < limit:
+        sizes.append(first)
+        first *= 4
+    return (*sizes, limit)
 
 
 def _fit(sizes: Sequence[int], need: int) -> int:

@@ -135,6 +135,7 @@ class PrefixCache:
     ) -> Inserted:
         """Hands computed tokens to the tree, which owns their slots from then on.
 
+        What the tree had already keeps its recency: only a match shows that something was of use.
         Where the tree has a position already and the caller's slot is another one, the caller's is a
         duplicate and is freed. What lies past the last whole page stays the caller's.
 
@@ -185,8 +186,6 @@ class PrefixCache:
             with memoryview(key) as view:
                 run = bytes(view[reached * TOKEN_BYTES : end * TOKEN_BYTES])
             node = tree.add_leaf(node, run, fresh.copy())
-        elif path:
-            tree.touch(node)
         adopted = bool(checkpoint_slot) and not node.checkpoint_slot
         if adopted:
             self.ssm.adopt_one(checkpoint_slot)

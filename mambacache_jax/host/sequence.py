@@ -108,6 +108,11 @@ class Sequence:
         """SSM slots that this request owns."""
         return [slot for slot in (self.working_slot, self.track_slot) if slot]
 
+    def ask_branch(self, position: int) -> None:
+        """Others want a checkpoint at `position`."""
+        if position not in self.branches:
+            self.branches = (*self.branches, position)
+
     def append_kv(self, slots: np.ndarray) -> None:
         """Takes over KV slots, whole pages, for the positions after those it has."""
         start = len(self._kv_slots)

@@ -27,6 +27,11 @@ def test_the_branch_comes_first_and_results_ascend():
     assert positions(0, 100, branches=[40]) == ([40, 99], 0)
 
 
+def test_the_furthest_branch_comes_first_and_the_prompts_end_before_the_others():
+    assert positions(0, 100, branches=[1, 40, 2]) == ([40, 99], 2)
+    assert positions(0, 64, branches=[1, 40, 2, 80]) == ([2, 40], 1)
+
+
 def test_more_than_two_exports_keep_branch_and_prompt_end_and_count_the_rest():
     assert positions(0, 100, branches=[40], interval=64) == ([40, 99], 1)
 

@@ -80,6 +80,10 @@ class Model:
             if other.covers(end):
                 other.kv_use = self.clock
 
+    def adopt(self, end: End, slot: int) -> None:
+        self.clock += 1
+        end.slot, end.ssm_use = slot, self.clock
+
     def is_held(self, end: End) -> bool:
         return any(held.end is not None and end.covers(held.end) for held in self.held)
 
@@ -116,7 +120,8 @@ class Model:
         if not tokens:
             return None
         end = self.ends[namespace, tuple(tokens)]
-        self.use(end)
+        if len(tokens) > reached:
+            self.use(end)
         return end
 
     def evict(self, kv: int, ssm: int) -> tuple[int, int]:
@@ -265,7 +270,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert inserted.adopted == bool(checkpoint and node and not node.slot)
         self.kv = [*self.kv[:before_kv], *own[:equal], *own[end:]]
         if inserted.adopted and node:
-            node.slot = slot
+            self.model.adopt(node, slot)
             self.ssm.remove(slot)
         if lock is not None:
             self.model.held.append(Held(self.cache.lock(inserted, lock), node, lock))
@@ -325,7 +330,7 @@ class PagedCacheMachine(CacheMachine):
     num_kv_slots = 64
 
 
-RUNS = settings(max_examples=200, stateful_step_count=50, deadline=None)
+RUNS = settings(max_examples=200, stateful_step_count=50, deadline=None, derandomize=True)
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = RUNS
 TestPagedCacheMachine = PagedCacheMachine.TestCase
