@@ -1,0 +1,45 @@
+"""The weights that come with the package, and the record of their training."""
+
+import importlib.resources
+import json
+from typing import Any
+
+from flax import nnx
+
+from mambacache_jax.models import weights
+from mambacache_jax.models.model import Model
+from mambacache_jax.models.tiny.network import TinyConfig, TinyLM
+from mambacache_jax.models.tokenizer import ByteTokenizer
+
+MAX_CONTEXT = 4096
+
+
+def load() -> Model:
+    """The trained model."""
+    network = nnx.eval_shape(lambda: TinyLM(TinyConfig(), nnx.Rngs(0)))
+    graphdef, like = nnx.split(network)
+    source = importlib.resources.files("mambacache_jax.models.tiny") / "tiny.safetensors"
+    with importlib.resources.as_file(source) as path:
+        return as_model(network, weights.load(path, like), graphdef)
+
+
+def as_model(network: TinyLM, params: Any, graphdef: Any) -> Model:
+    """A `Model` of a network that has been split into `graphdef` and `params`."""
+    return Model(
+        name="tiny",
+        specs=network.specs,
+        vocab_size=ByteTokenizer.vocab_size,
+        max_context=MAX_CONTEXT,
+        eos_token_ids=(ByteTokenizer.end_token_id,),
+        tokenizer=ByteTokenizer(),
+        dtype="float32",
+        params=params,
+        graphdef=graphdef,
+        mtp_layer=network.mtp_layer,
+    )
+
+
+def record() -> dict[str, Any]:
+    """How the weights were trained and what they reach; see `training_record.json`."""
+    source = importlib.resources.files("mambacache_jax.models.tiny") / "training_record.json"
+    return json.loads(source.read_text(encoding="utf-8"))
