@@ -1,0 +1,335 @@
+"""The engine that people call: prompts in, text out, through one hybrid cache."""
+
+import functools
+import pathlib
+import time
+from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Sequence as TokenSequence
+
+import jax
+import numpy as np
+
+from mambacache_jax.cache import HybridCache
+from mambacache_jax.config import CacheConfig, EngineConfig, SamplingParams
+from mambacache_jax.engine.compiles import num_compiles
+from mambacache_jax.engine.request import Request
+from mambacache_jax.engine.scheduler import Scheduler, Step
+from mambacache_jax.engine.step import StepOutput, step_program
+from mambacache_jax.engine.types import Completion, Delta, EngineStats
+from mambacache_jax.host import Sequence, Status, TokenBuffer, build_plan, make_buckets, num_blocks
+from mambacache_jax.models import Model, load
+
+Prompt = str | TokenSequence[int] | np.ndarray
+
+_VERIFIED_DETERMINISTIC = ("cpu",)
+"""Platforms on which deterministic mode has been shown to give the same bits under any schedule."""
+
+
+class Engine:
+    """Continuous batching over one model and one hybrid cache. Not thread-safe: one caller drives it.
+
+    Attributes:
+      model: weights and tokenizer.
+      config: how it batches.
+      cache: the host tree and the pools.
+    """
+
+    def __init__(
+        self,
+        model: str | pathlib.Path | Model = "tiny",
+        cache: CacheConfig | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        """Loads the model and allocates the pools; compiles nothing yet.
+
+        Args:
+          model: "tiny", a checkpoint folder, or a loaded model (engines of equal shapes then share programs).
+          cache: sizes and rules of the cache; by default room for eight full contexts.
+          config: batching; by default as `EngineConfig()`, with the context cut to the model's.
+
+        Raises:
+          ValueError: the model is unknown, or a size is impossible.
+        """
+        self.model = model if isinstance(model, Model) else load(model)
+        if config is None:
+            config = EngineConfig(max_context=min(EngineConfig.max_context, self.model.max_context))
+        if config.max_context > self.model.max_context:
+            raise ValueError(
+                f"max_context={config.max_context} exceeds the model's {self.model.max_context} positions."
+            )
+        platform = jax.default_backend()
+        if config.deterministic and platform not in _VERIFIED_DETERMINISTIC:
+            raise ValueError(
+                f"Deterministic mode has not been verified on {platform}, only on "
+                f"{', '.join(_VERIFIED_DETERMINISTIC)}."
+            )
+        self.config = config
+        cache = cache or CacheConfig(
+            num_kv_slots=8 * config.max_context, num_ssm_slots=4 * config.max_running + 64
+        )
+        self.cache = HybridCache(self.model.specs, cache, config, self.model.dtype)
+        self._buckets = make_buckets(config, cache.page_size)
+        self._program = step_program(self.model, cache.page_size, config.deterministic, config.return_logits)
+        self._scheduler = Scheduler(
+            self.cache.host,
+            cache,
+            config,
+            self._buckets,
+            self.cache.check_stamp if config.debug else None,
+        )
+        self._requests: dict[int, Request] = {}
+        self._in_flight: tuple[Step, StepOutput] | None = None
+        self._unclaimed: list[Completion] = []
+        self._next_id = 1
+        self._finished = 0
+        self._warm = False
+        self._recompiles = 0
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | TokenSequence[SamplingParams] | None = None,
+        namespace: Hashable = None,
+    ) -> list[Completion]:
+        """Runs prompts to their end, batched, and returns them in order.
+
+        Args:
+          prompts: texts or token ids.
+          params: one for all, or one each.
+          namespace: prompts share prefixes only with others of the same namespace.
+
+        Raises:
+          ValueError: a prompt is empty or can never fit, or `params` has another length; nothing was run.
+        """
+        if isinstance(prompts, str):
+            raise ValueError("prompts must be a list of prompts, got one string.")
+        prompts = list(prompts)
+        each = (
+            [params or SamplingParams()] * len(prompts) if not isinstance(params, TokenSequence) else params
+        )
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(each)} sampling parameters.")
+        ids: list[int] = []
+        try:
+            ids.extend(self.submit(*pair, namespace) for pair in zip(prompts, each, strict=True))
+        except ValueError:
+            for request_id in ids:
+                self.abort(request_id)
+            self._unclaimed = [c for c in self._unclaimed if c.request_id not in ids]
+            raise
+        done: dict[int, Completion] = {}
+        while len(done) < len(ids):
+            for completion in self._advance():
+                if completion.request_id in ids:
+                    done[completion.request_id] = completion
+                else:
+                    self._unclaimed.append(completion)
+        return [done[request_id] for request_id in ids]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, namespace: Hashable = None
+    ) -> Iterator[Delta]:
+        """Runs one prompt, yielding text as it comes; leaving the iterator aborts the request."""
+        request_id = self.submit(prompt, params, namespace)
+        request = self._requests[request_id]
+        try:
+            while request.sequence.status is not Status.FINISHED:
+                self._unclaimed.extend(self._advance())
+                delta = request.take_delta()
+                if delta.token_ids or delta.finish_reason:
+                    yield delta
+        finally:
+            self.abort(request_id)
+            self._unclaimed = [c for c in self._unclaimed if c.request_id != request_id]
+
+    def logits(self, token_ids: TokenSequence[int] | np.ndarray, *, start: int = 0) -> np.ndarray:
+        """The model's logits of a token sequence, computed through the same pools and programs.
+
+        Args:
+          token_ids: the sequence; no longer than the context less one.
+          start: positions below may come from the cache, their logits are not returned.
+
+        Returns:
+          float32 `[len(token_ids) - start, vocab]`: row i holds the logits after position `start + i`.
+        """
+        if not 0 <= start < len(token_ids):
+            raise ValueError(f"start={start} must be in [0, {len(token_ids)}).")
+        request = self._submit(
+            token_ids, SamplingParams(max_tokens=1), None, reuse_limit=start, keep_logits=True
+        )
+        while request.sequence.status is not Status.FINISHED:
+            self._unclaimed.extend(c for c in self._advance() if c.request_id != request.sequence.request_id)
+        assert request.all_logits is not None
+        return request.all_logits[start:]
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, namespace: Hashable = None) -> int:
+        """Queues a prompt and returns its id; `step` moves it on.
+
+        Raises:
+          ValueError: the prompt is empty, holds ids outside the vocabulary, or can never fit.
+        """
+        return self._submit(prompt, params or SamplingParams(), namespace).sequence.request_id
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request; its completion, with reason "abort", comes from the next `step`.
+
+        A request that is finished or unknown is left alone, since a client may hang up at any time.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._scheduler.abort(request.sequence)
+            self._unclaimed.append(self._finish(request))
+
+    def step(self) -> list[Completion]:
+        """Plans and enqueues one step, then takes the results of the one before; returns what finished."""
+        unclaimed, self._unclaimed = self._unclaimed, []
+        return unclaimed + self._advance()
+
+    def has_work(self) -> bool:
+        """Whether a call to `step` would do or return anything."""
+        return bool(self._scheduler.has_work() or self._in_flight or self._unclaimed)
+
+    def warm_up(self, prompts: Iterable[Prompt] = (), namespace: Hashable = None) -> None:
+        """Compiles every bucket, then computes and publishes shared prefixes, of any length.
+
+        Args:
+          prompts: prefixes that later prompts begin with. Each is in the cache afterwards, with a checkpoint
+            at its end (its last page boundary).
+          namespace: where to publish them.
+        """
+        for shape in self._buckets.shapes():
+            plan = build_plan((), (), (), shape)
+            output = self.cache.run(functools.partial(self._program, shape=shape, all_logits=False), plan)
+            jax.block_until_ready(output.tokens)
+        self._warm = True
+        self.generate(prompts, SamplingParams(max_tokens=1), namespace)
+
+    def stats(self) -> EngineStats:
+        """Counts so far, and pool use now."""
+        host, counts = self.cache.host, self._scheduler.stats
+        tree = host.stats()
+        return EngineStats(
+            requests=self._finished,
+            prompt_tokens=counts.prompt_tokens,
+            computed_tokens=counts.computed_tokens,
+            cached_tokens=counts.cached_tokens,
+            generated_tokens=counts.generated_tokens,
+            kv_used=host.kv.num_used,
+            kv_total=host.kv.num_slots,
+            ssm_used=host.ssm.num_used,
+            ssm_total=host.ssm.num_slots,
+            kv_evicted=tree.kv_evicted,
+            ssm_evicted=tree.ssm_evicted + tree.ssm_lost_with_kv,
+            tombstones=tree.tombstones,
+            skipped_checkpoints=counts.skipped_no_slot + counts.skipped_limit,
+            preemptions=counts.preemptions,
+            compiles=self._program.traces,
+            recompiles_after_warmup=self._recompiles,
+        )
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless every slot has exactly one owner and all counts add up."""
+        self._scheduler.check_invariants()
+
+    def reset(self) -> None:
+        """Empties the cache. Requests in flight stay, and compute their prompts again from the start."""
+        self._unclaimed.extend(self._drain())
+        self._scheduler.preempt_all()
+        self.cache.host.reset()
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        namespace: Hashable,
+        reuse_limit: int | None = None,
+        keep_logits: bool = False,
+    ) -> Request:
+        tokens = self.model.tokenizer.encode(prompt) if isinstance(prompt, str) else np.asarray(prompt)
+        if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+            raise ValueError(
+                f"A prompt is a text or a list of token ids, got {tokens.dtype} of shape {tokens.shape}."
+            )
+        outside = (tokens < 0) | (tokens >= self.model.vocab_size)
+        if outside.any():
+            raise ValueError(
+                f"Token id {tokens[outside][0]} is outside the vocabulary of {self.model.vocab_size}."
+            )
+        sequence = Sequence(
+            request_id=self._next_id,
+            buffer=TokenBuffer(tokens.astype(np.int32)),
+            prompt_len=len(tokens),
+            params=params,
+            namespace=namespace,
+            reuse_limit=reuse_limit,
+            keep_logits=keep_logits,
+        )
+        self._scheduler.submit(sequence)
+        self._next_id += 1
+        request = Request(sequence, self.model)
+        if keep_logits:
+            request.all_logits = np.zeros((len(tokens), self.model.vocab_size), np.float32)
+        self._requests[sequence.request_id] = request
+        return request
+
+    def _advance(self) -> list[Completion]:
+        compiles = num_compiles()
+        step = self._scheduler.schedule(in_flight=self._in_flight is not None)
+        finished: list[Completion] = []
+        if step is None and self._in_flight is not None:
+            # Nothing can be planned ahead: learn the last tokens first. The next call plans again.
+            finished = self._drain()
+        elif step is not None:
+            now = time.perf_counter()
+            for sequence in (*step.decode, *(sequence for sequence, _ in step.extend)):
+                timings = self._requests[sequence.request_id].timings
+                timings.admitted = timings.admitted or now
+            program = functools.partial(self._program, shape=step.shape, all_logits=step.all_logits)
+            output = self.cache.run(program, step.plan)
+            self._scheduler.enqueued(step)
+            before, self._in_flight = self._in_flight, (step, output)
+            finished = self._complete(*before) if before else []
+        else:
+            assert not self._scheduler.has_work(), "Requests are left, and none of them can be planned."
+        if self._warm:
+            self._recompiles += num_compiles() - compiles
+        return finished
+
+    def _drain(self) -> list[Completion]:
+        """Completes the step in flight, if any."""
+        if self._in_flight is None:
+            return []
+        in_flight, self._in_flight = self._in_flight, None
+        return self._complete(*in_flight)
+
+    def _complete(self, step: Step, output: StepOutput) -> list[Completion]:
+        tokens = np.asarray(output.tokens)
+        now = time.perf_counter()
+        logits = None if output.logits is None else np.asarray(output.logits)
+        for index, sequence in step.sampled:
+            request = self._requests.get(sequence.request_id)
+            if request is not None and sequence.status is Status.RUNNING:
+                request.timings.first_token = request.timings.first_token or now
+                if logits is not None:
+                    request.logits.append(logits[index])
+        if output.all_logits is not None:
+            self._keep_logits(step, np.asarray(output.all_logits))
+        finished = self._scheduler.complete(
+            step, tokens, lambda sequence, token: self._requests[sequence.request_id].push(token)
+        )
+        return [self._finish(self._requests[sequence.request_id]) for sequence in finished]
+
+    def _keep_logits(self, step: Step, all_logits: np.ndarray) -> None:
+        block = 0
+        for sequence, row in step.extend:
+            request = self._requests.get(sequence.request_id)
+            if request is not None and request.all_logits is not None:
+                first, count = block * self.config.block_tokens, len(row.tokens)
+                request.all_logits[row.start : row.start + count] = all_logits[first : first + count]
+            block += num_blocks(len(row.tokens), self.config.block_tokens)
+
+    def _finish(self, request: Request) -> Completion:
+        request.finish()
+        del self._requests[request.sequence.request_id]
+        self._finished += 1
+        return request.complete()
