@@ -1,0 +1,1 @@
+"""Traces, and what they show: real traffic through the engine, with the cache and without."""

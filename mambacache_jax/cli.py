@@ -1,0 +1,122 @@
+"""The `mambacache` command. Commands import what they run, so that `--help` is instant."""
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from mambacache_jax.config import SamplingParams
+from mambacache_jax.errors import MambaCacheError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="mambacache-jax", prog_name="mambacache")
+def cli() -> None:
+    """A prefix cache for hybrid attention and state-space language models, on JAX."""
+
+
+@cli.command()
+@click.option("--requests", type=click.IntRange(min=1), help="Only the first so many requests of the trace.")
+@click.option(
+    "--concurrency", type=click.IntRange(min=1), default=4, show_default=True, help="Requests in flight."
+)
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("out/demo-report.html"),
+    show_default=True,
+    help="Where the report with plots goes.",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the result here."
+)
+@click.option(
+    "--deterministic", is_flag=True, help="Equal logits bit for bit, whatever the schedule; slower."
+)
+def demo(
+    requests: int | None, concurrency: int, report: Path, json_file: Path | None, deterministic: bool
+) -> int:
+    """Replays a real multi-turn trace with the cache and without it.
+
+    Shows that the tokens are the same and what the cache saves. Exit code 1 when a token differs or an
+    invariant of the cache does not hold.
+    """
+    from mambacache_jax.bench.demo import run
+
+    result = run(
+        requests=requests,
+        concurrency=concurrency,
+        report=report,
+        json_file=json_file,
+        deterministic=deterministic,
+    )
+    return 0 if result["tokens_equal"] and result["invariants_ok"] else 1
+
+
+@cli.command()
+@click.option("--prompt", required=True, help="The text to go on from.")
+@click.option("--model", default="tiny", show_default=True, help="`tiny`, or a folder with a model.")
+@click.option("--max-tokens", type=int, default=SamplingParams.max_tokens, show_default=True)
+@click.option(
+    "--temperature", type=float, default=SamplingParams.temperature, show_default=True, help="0: greedy."
+)
+@click.option("--top-k", type=int, default=SamplingParams.top_k, show_default=True, help="0: all tokens.")
+@click.option("--top-p", type=float, default=SamplingParams.top_p, show_default=True)
+@click.option("--min-p", type=float, default=SamplingParams.min_p, show_default=True)
+@click.option("--seed", type=int, default=SamplingParams.seed, show_default=True)
+@click.option("--stop", multiple=True, help="End before this text; may be given several times.")
+def generate(
+    prompt: str,
+    model: str,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    stop: tuple[str, ...],
+) -> None:
+    """Streams the text that a model writes after a prompt."""
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+    )
+    from mambacache_jax.engine import Engine
+
+    for delta in Engine(model).stream(prompt, params):
+        click.echo(delta.text, nl=False)
+        sys.stdout.flush()
+    click.echo()
+
+
+def main() -> NoReturn:
+    """Runs the command line; what a user can cause ends in one line on stderr, without a traceback."""
+    try:
+        code = cli.main(prog_name="mambacache", standalone_mode=False)
+    except click.Abort:
+        click.echo("\nInterrupted.", err=True)
+        code = 130
+    except click.exceptions.NoArgsIsHelpError as help_text:
+        help_text.show()
+        code = help_text.exit_code
+    except click.ClickException as error:
+        code = _complain(error.format_message(), error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output is gone: nothing is left to say, not even when Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except (ValueError, OSError, MambaCacheError) as error:
+        code = _complain(str(error), 1)
+    sys.exit(code)
+
+
+def _complain(message: str, code: int) -> int:
+    click.echo(f"mambacache: {' '.join(message.split())}", err=True)
+    return code
