@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .engine import Delta as Delta
     from .engine import Engine as Engine
     from .engine import EngineStats as EngineStats
+    from .engine import assert_no_recompile as assert_no_recompile
     from .errors import MambaCacheError as MambaCacheError
     from .errors import OutOfSlots as OutOfSlots
     from .errors import StampMismatch as StampMismatch
@@ -31,6 +32,7 @@ __all__ = [
     "PrefixCache",
     "SamplingParams",
     "StampMismatch",
+    "assert_no_recompile",
 ]
 
 _MODULES = {
@@ -41,6 +43,7 @@ _MODULES = {
     "Delta": "engine",
     "Engine": "engine",
     "EngineStats": "engine",
+    "assert_no_recompile": "engine",
     "MambaCacheError": "errors",
     "OutOfSlots": "errors",
     "StampMismatch": "errors",

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from mambacache_jax.config import CacheConfig, EngineConfig, SamplingParams
-from mambacache_jax.engine.scheduler import Scheduler, Step
+from mambacache_jax.engine.batch import Step
+from mambacache_jax.engine.scheduler import Scheduler
 from mambacache_jax.errors import StampMismatch
 from mambacache_jax.host.key import TokenBuffer
 from mambacache_jax.host.plan import make_buckets
