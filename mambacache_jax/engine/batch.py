@@ -139,12 +139,10 @@ class StepBuilder:
         updates: list[TableUpdate] = []
         for sequence, count in chosen:
             if sequence.decoding and not self._config.deterministic:
-                page = sequence.opened_page(self._page)
-                waiting_updates = sequence.take_updates(self._page)
+                page = sequence.take_opened_page(self._page)
                 if page is None:
-                    page = 0
-                    updates.extend(waiting_updates)
-                decode.append((sequence, self._decode_row(sequence, page)))
+                    updates.extend(sequence.take_updates(self._page))
+                decode.append((sequence, self._decode_row(sequence, page or 0)))
             else:
                 updates.extend(sequence.take_updates(self._page))
                 extend.append((sequence, self._extend_row(sequence, count)))

@@ -209,14 +209,15 @@ def build_plan(
     fields = shape.unpack(plan)
     fields["block_row"][:] = shape.extend_rows
     fields["block_first"][:] = 1
-    for i, entry in enumerate(decode):
-        fields["decode_row"][i] = entry.row
-        fields["decode_token"][i] = entry.token
-        fields["decode_position"][i] = entry.position
-        fields["decode_page"][i] = entry.page
-        fields["decode_read"][i] = entry.read
-        fields["decode_write"][i] = entry.write
-        fields["decode_sampling"][i] = entry.sampling
+    if decode:
+        count = len(decode)
+        fields["decode_row"][:count] = [entry.row for entry in decode]
+        fields["decode_token"][:count] = [entry.token for entry in decode]
+        fields["decode_position"][:count] = [entry.position for entry in decode]
+        fields["decode_page"][:count] = [entry.page for entry in decode]
+        fields["decode_read"][:count] = [entry.read for entry in decode]
+        fields["decode_write"][:count] = [entry.write for entry in decode]
+        fields["decode_sampling"][:count] = [entry.sampling for entry in decode]
     block = 0
     for i, entry in enumerate(extend):
         block = _pack_extend(fields, i, block, entry, shape.block_tokens)

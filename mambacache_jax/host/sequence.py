@@ -75,7 +75,9 @@ class Sequence:
     def __post_init__(self) -> None:
         p = self.params
         self.sampling = pack_sampling(p.temperature, p.top_p, p.min_p, p.top_k, p.seed)
-        self._kv_slots = np.zeros(0, np.int32)
+        # Grows by doubling, so that a token a step costs no copy of the history.
+        self._kv_store = np.zeros(0, np.int32)
+        self._kv_count = 0
         self._pending: list[tuple[int, int]] = []
 
     @property
@@ -96,12 +98,12 @@ class Sequence:
     @property
     def kv_slots(self) -> np.ndarray:
         """int32 KV slot by position; a view, valid until the next change."""
-        return self._kv_slots
+        return self._kv_store[: self._kv_count]
 
     @property
     def owned_kv(self) -> np.ndarray:
         """int32 KV slots that this request owns, whole pages."""
-        return self._kv_slots[self.owned_from :]
+        return self._kv_store[self.owned_from : self._kv_count]
 
     @property
     def owned_ssm(self) -> list[int]:
@@ -115,40 +117,46 @@ class Sequence:
 
     def append_kv(self, slots: np.ndarray) -> None:
         """Takes over KV slots, whole pages, for the positions after those it has."""
-        start = len(self._kv_slots)
-        self._kv_slots = np.concatenate([self._kv_slots, slots])
-        self._pending.append((start, len(self._kv_slots)))
+        start, end = self._kv_count, self._kv_count + len(slots)
+        if end > len(self._kv_store):
+            grown = np.zeros(max(end, 2 * len(self._kv_store)), np.int32)
+            grown[:start] = self._kv_store[:start]
+            self._kv_store = grown
+        self._kv_store[start:end] = slots
+        self._kv_count = end
+        self._pending.append((start, end))
 
     def replace_kv(self, start: int, slots: np.ndarray) -> None:
         """The positions from `start` on now lie in `slots`, the tree's own."""
         end = start + len(slots)
-        if not np.array_equal(self._kv_slots[start:end], slots):
-            self._kv_slots[start:end] = slots
+        if not np.array_equal(self._kv_store[start:end], slots):
+            self._kv_store[start:end] = slots
             self._pending.append((start, end))
 
     def clear_kv(self) -> None:
         """Forgets all KV slots; whoever owned them has them already."""
-        self._kv_slots = np.zeros(0, np.int32)
+        self._kv_count = 0
         self._pending = []
 
     def pages_missing(self, length: int, page_size: int) -> int:
         """Pages to allocate before `length` tokens fit."""
-        return num_pages(length, page_size) - len(self._kv_slots) // page_size
+        return num_pages(length, page_size) - self._kv_count // page_size
 
     def num_updates(self, page_size: int) -> int:
         """Table updates that would tell the device of all it has not been told."""
         return len(self._changed_blocks(page_size))
 
-    def opened_page(self, page_size: int) -> int | None:
-        """The one page that position `kv_len` opens if that is all the device must be told; else None.
+    def take_opened_page(self, page_size: int) -> int | None:
+        """The one page that position `kv_len` opens, if that is all the device must be told, once.
 
-        0 if there is nothing to tell.
+        0 if there is nothing to tell; None if there is more, which `take_updates` gives.
         """
         if not self._pending:
             return 0
-        if self._pending == [(self.kv_len, self.kv_len + page_size)]:
-            return int(self._kv_slots[self.kv_len]) // page_size
-        return None
+        if self._pending != [(self.kv_len, self.kv_len + page_size)]:
+            return None
+        self._pending = []
+        return int(self._kv_store[self.kv_len]) // page_size
 
     def take_updates(self, page_size: int) -> list[TableUpdate]:
         """What the device must be told of the request's pages, once."""
@@ -156,12 +164,14 @@ class Sequence:
         span = TABLE_BLOCK * page_size
         return [
             TableUpdate(
-                self.row, block, self._kv_slots[block * span : (block + 1) * span : page_size] // page_size
+                self.row, block, self.kv_slots[block * span : (block + 1) * span : page_size] // page_size
             )
             for block in blocks
         ]
 
     def _changed_blocks(self, page_size: int) -> list[int]:
         """The aligned runs of the table row that hold a change, ascending."""
+        if not self._pending:
+            return []
         span = TABLE_BLOCK * page_size
         return sorted({b for start, end in self._pending for b in range(start // span, -(-end // span))})
