@@ -1,7 +1,8 @@
 """Attention of new tokens over a request's KV, which lies scattered over pool slots.
 
 Plain JAX: the context is gathered tile by tile and folded with a running softmax, so no program depends
-on a context length and no score matrix is larger than a tile. New K and V are in the pool before.
+on a context length and no score matrix is larger than a tile. New K and V are in the pool before. Library
+kernels for paged KV want pages of their own layout, and none of them takes token slots in any order.
 """
 
 import math

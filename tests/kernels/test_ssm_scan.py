@@ -118,21 +118,28 @@ def test_a_row_may_be_computed_in_two_calls(problem, kind, implementation):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reference_and_steps_have_the_same_bits_whatever_runs_beside(problem, kind):
+def test_reference_has_the_same_bits_whatever_runs_beside(problem, kind):
     p = problem(kind, LENGTHS, seed=3)
-    outs, final, _ = p.scan("reference", NO_EXPORTS, NUM_BLOCKS)
+    outs, _, _ = p.scan("reference", NO_EXPORTS, NUM_BLOCKS)
     alone = p.part([0] * 3, [39, 0, 0], p.initial).scan("reference", NO_EXPORTS, NUM_BLOCKS)
     np.testing.assert_array_equal(alone[0][0], outs[0])
     alone = p.part([0] * 3, [0, 0, 20], p.initial).scan("reference", [[0]] * 3, 2)
     np.testing.assert_array_equal(alone[0][2], outs[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_the_reference_token_by_token(problem, kind):
+    """To rounding: the two are compiled apart, and XLA contracts products and sums as it likes."""
+    p = problem(kind, LENGTHS, seed=3)
+    outs, final, _ = p.scan("reference", NO_EXPORTS, NUM_BLOCKS)
     step = jax.jit(ssm_step, static_argnames="kind")
     for rows in ([1], [0, 2, 0, 1, 2]):
         state = jnp.asarray(p.initial[rows])
         for t in range(16):
             now = [None if x is None else jnp.asarray(np.stack([x[r][t] for r in rows])) for x in p.inputs]
             out, state = step(kind, *now, state)
-            np.testing.assert_array_equal(out, np.stack([outs[r][t] for r in rows]))
-        np.testing.assert_array_equal(state[rows.index(1)], final[1])
+            assert_close(out, np.stack([outs[r][t] for r in rows]))
+        assert_close(state[rows.index(1)], final[1])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
