@@ -109,7 +109,8 @@ class EngineConfig:
       max_wait_steps: steps that a request waits for another one to publish their shared prefix.
       deterministic: a token's logits depend on its own prefix alone, bit for bit (design: slower).
       return_logits: keep the float32 logits of every sampled position in the output.
-      debug: check the plan's slot contract and the device's stamps at each adoption (synchronises).
+      debug: wait for the device at each adoption and compare its stamp. A difference raises StampMismatch,
+        keeps the state out of the tree, and leaves the engine unusable: it means that a kernel is broken.
     """
 
     max_running: int = 16
