@@ -1,4 +1,4 @@
-"""A prefix cache for hybrid attention and state-space language models, on JAX and Pallas.
+"""A prefix cache for hybrid attention and state-space language models, on JAX.
 
 Names load on first use, so that `import mambacache_jax.host` never imports JAX.
 """

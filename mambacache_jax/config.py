@@ -1,7 +1,7 @@
 """What a user chooses, and what a model tells the cache about its layers. Standard library only."""
 
 import dataclasses
-import math
+import numbers
 from typing import Literal
 
 RecurrentKind = Literal["mamba2", "gdn", "kda"]
@@ -103,14 +103,16 @@ class EngineConfig:
     Attributes:
       max_running: requests in flight, one request-table row each.
       max_context: most tokens of one request, prompt and answer together.
-      token_budget: most prompt tokens of one step; a multiple of `block_tokens`.
+      token_budget: most prompt tokens of one step; a multiple of `block_tokens`. In deterministic mode a
+        block for each running request comes on top.
       block_tokens: prompt tokens that are computed as one block; a row's last block may be part-filled.
       max_extend_rows: most requests whose prompts advance in one step.
       max_wait_steps: steps that a request waits for another one to publish their shared prefix.
-      deterministic: a token's logits depend on its own prefix alone, bit for bit (design: slower).
+      deterministic: a token's logits depend on its own prefix alone, bit for bit; slower. Engines of another
+        `block_tokens` may have other bits.
       return_logits: keep the float32 logits of every sampled position in the output.
       debug: wait for the device at each adoption and compare its stamp. A difference raises StampMismatch,
-        keeps the state out of the tree, and leaves the engine unusable: it means that a kernel is broken.
+        ends every request, and empties the cache: it means that a kernel is broken.
     """
 
     max_running: int = 16
@@ -164,12 +166,20 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}.")
         _require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature must be finite and not negative, got {self.temperature}.",
+            0 <= self.temperature <= 1e6,
+            f"temperature must be in [0, 1e6], got {self.temperature}.",
         )
-        _require(self.top_k >= 0, f"top_k must not be negative, got {self.top_k}.")
+        _require(0 <= self.top_k < 2**31, f"top_k must be in [0, 2**31), got {self.top_k}.")
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}.")
         _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}.")
         _require(0 <= self.seed < 2**32, f"seed must be in [0, 2**32), got {self.seed}.")
-        _require(isinstance(self.stop, tuple), f"stop must be a tuple of strings, got {self.stop!r}.")
+        _require(
+            isinstance(self.stop, tuple) and all(isinstance(stop, str) for stop in self.stop),
+            f"stop must be a tuple of strings, got {self.stop!r}.",
+        )
         _require(all(self.stop), "stop strings must not be empty.")
+        _require(
+            isinstance(self.stop_token_ids, tuple)
+            and all(isinstance(token, numbers.Integral) for token in self.stop_token_ids),
+            f"stop_token_ids must be a tuple of token ids, got {self.stop_token_ids!r}.",
+        )

@@ -22,6 +22,9 @@ SAMPLING_FIELDS = 5
 TABLE_BLOCK = 64
 """Entries of the request table that one update writes: an aligned run of one row."""
 
+CONTEXT_TILE = 256
+"""Positions of a request's KV that attention gathers at once, less where pages do not divide it."""
+
 FROM_DEVICE = -1
 
 

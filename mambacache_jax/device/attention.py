@@ -11,15 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from mambacache_jax.layout import TABLE_BLOCK
-
-TILE = 256
-"""Positions gathered at once."""
+from mambacache_jax.layout import CONTEXT_TILE, TABLE_BLOCK
 
 
 def tile_pages(page_size: int) -> int:
     """Pages of one context tile."""
-    return max(1, TILE // page_size)
+    return max(1, CONTEXT_TILE // page_size)
 
 
 def context_pages(max_context: int, page_size: int) -> int:

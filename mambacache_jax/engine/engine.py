@@ -17,6 +17,7 @@ from mambacache_jax.engine.scheduler import Scheduler, Step
 from mambacache_jax.engine.step import StepOutput, step_program
 from mambacache_jax.engine.types import Completion, Delta, EngineStats
 from mambacache_jax.host import Sequence, Status, TokenBuffer, build_plan, make_buckets, num_blocks
+from mambacache_jax.layout import CONTEXT_TILE
 from mambacache_jax.models import Model, load
 
 Prompt = str | TokenSequence[int] | np.ndarray
@@ -43,7 +44,7 @@ class Engine:
         """Loads the model and allocates the pools; compiles nothing yet.
 
         Args:
-          model: "tiny", a checkpoint folder, or a loaded model (engines of equal shapes then share programs).
+          model: "tiny", or a loaded model (engines of equal shapes then share programs).
           cache: sizes and rules of the cache; by default room for eight full contexts.
           config: batching; by default as `EngineConfig()`, with the context cut to the model's.
 
@@ -63,22 +64,19 @@ class Engine:
                 f"Deterministic mode has not been verified on {platform}, only on "
                 f"{', '.join(_VERIFIED_DETERMINISTIC)}."
             )
+        if config.deterministic and cache is not None and not _keeps_bits(cache):
+            raise ValueError(
+                "Deterministic mode needs float32 states and a page_size that divides "
+                f"{CONTEXT_TILE}: with others a prefix hit or the page size would change bits."
+            )
         self.config = config
         cache = cache or CacheConfig(
             num_kv_slots=8 * config.max_context, num_ssm_slots=4 * config.max_running + 64
         )
-        self.cache = HybridCache(self.model.specs, cache, config, self.model.dtype)
         self._buckets = make_buckets(config, cache.page_size)
         self._program = step_program(self.model, cache.page_size, config.deterministic, config.return_logits)
-        self._scheduler = Scheduler(
-            self.cache.host,
-            cache,
-            config,
-            self._buckets,
-            self.cache.check_stamp if config.debug else None,
-        )
+        self._make_empty(cache)
         self._requests: dict[int, Request] = {}
-        self._in_flight: tuple[Step, StepOutput] | None = None
         self._unclaimed: list[Completion] = []
         self._next_id = 1
         self._finished = 0
@@ -109,41 +107,45 @@ class Engine:
         )
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(each)} sampling parameters.")
-        ids: list[int] = []
+        done: dict[int, Completion | None] = {}
         try:
-            ids.extend(self.submit(*pair, namespace) for pair in zip(prompts, each, strict=True))
-        except ValueError:
-            for request_id in ids:
-                self.abort(request_id)
-            self._unclaimed = [c for c in self._unclaimed if c.request_id not in ids]
+            for pair in zip(prompts, each, strict=True):
+                done[self.submit(*pair, namespace)] = None
+            left = len(done)
+            while left:
+                for completion in self._advance():
+                    if completion.request_id in done:
+                        done[completion.request_id] = completion
+                        left -= 1
+                    else:
+                        self._unclaimed.append(completion)
+        except BaseException:
+            self._forget(done)
             raise
-        done: dict[int, Completion] = {}
-        while len(done) < len(ids):
-            for completion in self._advance():
-                if completion.request_id in ids:
-                    done[completion.request_id] = completion
-                else:
-                    self._unclaimed.append(completion)
-        return [done[request_id] for request_id in ids]
+        return [completion for completion in done.values() if completion is not None]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, namespace: Hashable = None
     ) -> Iterator[Delta]:
-        """Runs one prompt, yielding text as it comes; leaving the iterator aborts the request."""
-        request_id = self.submit(prompt, params, namespace)
-        request = self._requests[request_id]
+        """Queues one prompt, and yields its text as it comes; leaving the iterator aborts the request."""
+        return self._deltas(self._submit(prompt, params or SamplingParams(), namespace))
+
+    def _deltas(self, request: Request) -> Iterator[Delta]:
         try:
-            while request.sequence.status is not Status.FINISHED:
-                self._unclaimed.extend(self._advance())
+            while True:
                 delta = request.take_delta()
                 if delta.token_ids or delta.finish_reason:
                     yield delta
+                if delta.finish_reason:
+                    return
+                self._unclaimed.extend(self._advance())
         finally:
-            self.abort(request_id)
-            self._unclaimed = [c for c in self._unclaimed if c.request_id != request_id]
+            self._forget([request.sequence.request_id])
 
     def logits(self, token_ids: TokenSequence[int] | np.ndarray, *, start: int = 0) -> np.ndarray:
-        """The model's logits of a token sequence, computed through the same pools and programs.
+        """The model's logits of a token sequence, computed through the same pools.
+
+        The programs that return every position's logits are compiled on first use, not by `warm_up`.
 
         Args:
           token_ids: the sequence; no longer than the context less one.
@@ -157,8 +159,11 @@ class Engine:
         request = self._submit(
             token_ids, SamplingParams(max_tokens=1), None, reuse_limit=start, keep_logits=True
         )
-        while request.sequence.status is not Status.FINISHED:
-            self._unclaimed.extend(c for c in self._advance() if c.request_id != request.sequence.request_id)
+        try:
+            while request.sequence.status is not Status.FINISHED:
+                self._unclaimed.extend(self._advance())
+        finally:
+            self._forget([request.sequence.request_id])
         assert request.all_logits is not None
         return request.all_logits[start:]
 
@@ -245,6 +250,10 @@ class Engine:
         reuse_limit: int | None = None,
         keep_logits: bool = False,
     ) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"Sampling parameters must be SamplingParams, got {params!r}.")
+        if not isinstance(namespace, Hashable):
+            raise ValueError(f"A namespace must be hashable, got {namespace!r}.")
         tokens = self.model.tokenizer.encode(prompt) if isinstance(prompt, str) else np.asarray(prompt)
         if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
             raise ValueError(
@@ -264,15 +273,23 @@ class Engine:
             reuse_limit=reuse_limit,
             keep_logits=keep_logits,
         )
+        request = Request(sequence, self.model)
         self._scheduler.submit(sequence)
         self._next_id += 1
-        request = Request(sequence, self.model)
         if keep_logits:
             request.all_logits = np.zeros((len(tokens), self.model.vocab_size), np.float32)
         self._requests[sequence.request_id] = request
         return request
 
     def _advance(self) -> list[Completion]:
+        """One step; whatever interrupts it leaves an engine that works."""
+        try:
+            return self._one_step()
+        except BaseException:
+            self._start_over()
+            raise
+
+    def _one_step(self) -> list[Completion]:
         compiles = num_compiles()
         step = self._scheduler.schedule(in_flight=self._in_flight is not None)
         finished: list[Completion] = []
@@ -289,8 +306,8 @@ class Engine:
             self._scheduler.enqueued(step)
             before, self._in_flight = self._in_flight, (step, output)
             finished = self._complete(*before) if before else []
-        else:
-            assert not self._scheduler.has_work(), "Requests are left, and none of them can be planned."
+        elif self._scheduler.has_work():
+            raise RuntimeError("Requests are left, and none of them can be planned.")
         if self._warm:
             self._recompiles += num_compiles() - compiles
         return finished
@@ -328,8 +345,43 @@ class Engine:
                 request.all_logits[row.start : row.start + count] = all_logits[first : first + count]
             block += num_blocks(len(row.tokens), self.config.block_tokens)
 
+    def _make_empty(self, cache: CacheConfig) -> None:
+        """Fresh pools, an empty tree, and a scheduler without requests."""
+        self.cache = HybridCache(self.model.specs, cache, self.config, self.model.dtype)
+        self._scheduler = Scheduler(
+            self.cache.host,
+            cache,
+            self.config,
+            self._buckets,
+            self.cache.check_stamp if self.config.debug else None,
+        )
+        self._in_flight: tuple[Step, StepOutput] | None = None
+
+    def _start_over(self) -> None:
+        """After a step that was cut short: the cache is emptied, and every request ends as aborted.
+
+        What such a step had given away or written is not known, and a donated pool may be gone.
+        """
+        self._make_empty(self.cache.config)
+        for request in list(self._requests.values()):
+            sequence = request.sequence
+            sequence.status, sequence.finish_reason = Status.FINISHED, "abort"
+            self._unclaimed.append(self._finish(request))
+
+    def _forget(self, request_ids: Iterable[int]) -> None:
+        """Aborts what is left of some requests, and drops their completions."""
+        gone = frozenset(request_ids)
+        for request_id in gone:
+            self.abort(request_id)
+        self._unclaimed = [c for c in self._unclaimed if c.request_id not in gone]
+
     def _finish(self, request: Request) -> Completion:
         request.finish()
         del self._requests[request.sequence.request_id]
         self._finished += 1
         return request.complete()
+
+
+def _keeps_bits(cache: CacheConfig) -> bool:
+    """Whether deterministic mode has been shown to hold with these sizes."""
+    return cache.state_dtype == "float32" and CONTEXT_TILE % cache.page_size == 0

@@ -1,6 +1,7 @@
 """What the engine gives back."""
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -23,7 +24,9 @@ class Timings:
 
     @property
     def ttft_ms(self) -> float:
-        """Time to first token in milliseconds, from admission."""
+        """Time to first token in milliseconds, from admission; NaN if the request never got one."""
+        if not self.first_token:
+            return math.nan
         return (self.first_token - self.admitted) * 1e3
 
 
@@ -71,7 +74,7 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """Counts since the engine was made or its statistics were last reset, and pool use now.
+    """Counts since the engine was made, and pool use now.
 
     Attributes:
       requests: finished requests.
@@ -85,8 +88,8 @@ class EngineStats:
       tombstones: nodes that keep KV and have no checkpoint, now.
       skipped_checkpoints: checkpoints not taken, for lack of a slot or because a row exports only so many.
       preemptions: requests sent back for lack of slots.
-      compiles: step programs traced.
-      recompiles_after_warmup: programs that JAX compiled during steps after `warm_up`.
+      compiles: step programs traced, by all engines that share the model and the mode.
+      recompiles_after_warmup: programs that JAX compiled in this process during steps after `warm_up`.
     """
 
     requests: int

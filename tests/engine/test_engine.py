@@ -209,6 +209,46 @@ def test_leaving_a_stream_aborts_its_request(engine):
         assert engine.step() == []
 
 
+def test_a_stream_gets_all_its_text_though_others_drive_the_engine(engine):
+    whole = engine.generate([CODE], GREEDY)[0]
+    stream = engine.stream(CODE, GREEDY)
+    deltas = [next(stream)]
+    engine.generate(["hello"], SamplingParams(max_tokens=30, ignore_eos=True))
+    deltas += stream
+    assert "".join(d.text for d in deltas) == whole.text
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_an_interrupted_step_ends_what_was_in_flight_and_leaves_an_engine_that_works(
+    make_engine, monkeypatch
+):
+    """An interrupt may come while tokens are awaited, or after the pools were donated."""
+    engine = make_engine()
+    whole = engine.generate([CODE], GREEDY)[0]
+    for method, calls in (("_complete", 4), ("_complete", 1), ("run", 3)):
+        owner = engine if method == "_complete" else engine.cache
+        original, count = getattr(owner, method), [0]
+
+        def interrupted(*args, original=original, count=count, calls=calls):
+            count[0] += 1
+            if count[0] == calls:
+                if len(args) == 2 and callable(args[0]):
+                    args[0](engine.cache.pools, args[1])  # donated, and what came back is lost
+                raise KeyboardInterrupt
+            return original(*args)
+
+        other = engine.submit(CODE * 2, GREEDY)
+        monkeypatch.setattr(owner, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([CODE, "x"], GREEDY)
+        monkeypatch.undo()
+        assert [(c.request_id, c.finish_reason) for c in engine.step()] == [(other, "abort")]
+        assert not engine.has_work()
+        engine.check_invariants()
+        assert engine.stats().kv_used == engine.stats().ssm_used == 0
+        assert engine.generate([CODE], GREEDY)[0].token_ids == whole.token_ids
+
+
 def test_a_reset_in_mid_flight_only_costs_time(engine):
     free = engine.generate([CODE * 2, CODE], GREEDY)
     engine.reset()
@@ -275,6 +315,7 @@ def test_debug_mode_refuses_a_state_that_the_device_did_not_write(make_engine):
         (["a" * 510], SamplingParams(max_tokens=3), "exceed the context of 512"),
         ("abc", None, "list of prompts"),
         (["a", "b"], [SamplingParams()], "2 prompts and 1 sampling"),
+        (["a", "b"], [SamplingParams(), {"max_tokens": 3}], "must be SamplingParams"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_is_left_behind(engine, prompts, params, message):
@@ -282,6 +323,39 @@ def test_bad_input_is_refused_and_nothing_is_left_behind(engine, prompts, params
     with pytest.raises(ValueError, match=message):
         engine.generate(prompts if isinstance(prompts, str) else [*good, *prompts], params)
     assert not engine.has_work()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"temperature": float("nan")}, "temperature must be in"),
+        ({"temperature": 1e300}, "temperature must be in"),
+        ({"top_k": 2**31}, "top_k must be in"),
+        ({"top_p": 0.0}, "top_p must be in"),
+        ({"min_p": 1.5}, "min_p must be in"),
+        ({"seed": -1}, "seed must be in"),
+        ({"stop": "x"}, "stop must be a tuple of strings"),
+        ({"stop": (b"x",)}, "stop must be a tuple of strings"),
+        ({"stop": ("",)}, "must not be empty"),
+        ({"stop_token_ids": 10}, "stop_token_ids must be a tuple"),
+    ],
+)
+def test_bad_sampling_parameters_are_refused_when_they_are_made(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)
+
+
+def test_a_namespace_that_cannot_be_a_key_is_refused(engine):
+    with pytest.raises(ValueError, match="namespace must be hashable"):
+        engine.submit(CODE, GREEDY, namespace=["x"])
+    assert not engine.has_work()
+
+
+def test_deterministic_mode_refuses_sizes_for_which_it_does_not_hold(make_engine):
+    for fields in ({"state_dtype": "bfloat16"}, {"page_size": 48, "num_kv_slots": 480, "track_interval": 48}):
+        with pytest.raises(ValueError, match="Deterministic mode needs"):
+            make_engine(deterministic=True, checkpoint_interval=0, **fields)
 
 
 def test_bad_sizes_are_refused_with_the_way_out(make_engine, model):
