@@ -57,7 +57,9 @@ def demo(
 
 @cli.command()
 @click.option("--prompt", required=True, help="The text to go on from.")
-@click.option("--model", default="tiny", show_default=True, help="`tiny` is the one that loads so far.")
+@click.option(
+    "--model", default="tiny", show_default=True, help="`tiny`, or a folder that its training script wrote."
+)
 @click.option("--max-tokens", type=int, default=SamplingParams.max_tokens, show_default=True)
 @click.option(
     "--temperature", type=float, default=SamplingParams.temperature, show_default=True, help="0: greedy."

@@ -44,7 +44,8 @@ class Engine:
         """Loads the model and allocates the pools; compiles nothing yet.
 
         Args:
-          model: "tiny", or a loaded model (engines of equal shapes then share programs).
+          model: "tiny", a folder that its training script wrote, or a loaded model (engines of equal shapes
+            then share programs).
           cache: sizes and rules of the cache; by default room for eight full contexts.
           config: batching; by default as `EngineConfig()`, with the context cut to the model's.
 

@@ -2,13 +2,14 @@
 
 import importlib.resources
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mambacache_jax.config import AttentionSpec
-from mambacache_jax.models import PlainContext, load, tiny
+from mambacache_jax.models import PlainContext, load, tiny, weights
 from mambacache_jax.models.tiny.corpus import read_corpus, windows
 from mambacache_jax.models.tiny.evaluate import DRAFTS, agreement, losses
 
@@ -136,3 +137,10 @@ def test_drafts_row_by_row_are_those_of_whole_sequences(model, out, text):
 def test_an_unknown_model_is_a_clear_error():
     with pytest.raises(ValueError, match=r"'nope'.*'tiny'"):
         load("nope")
+
+
+def test_a_folder_of_the_training_script_loads_like_the_built_in_model(model, tmp_path):
+    weights.save(tmp_path / "tiny.safetensors", model.params, dtype="bfloat16")
+    loaded = load(tmp_path)
+    chex.assert_trees_all_equal(loaded.params, model.params)
+    assert loaded.specs == model.specs

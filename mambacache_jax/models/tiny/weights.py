@@ -2,6 +2,7 @@
 
 import importlib.resources
 import json
+from pathlib import Path
 from typing import Any
 
 from flax import nnx
@@ -14,11 +15,16 @@ from mambacache_jax.models.tokenizer import ByteTokenizer
 MAX_CONTEXT = 4096
 
 
-def load() -> Model:
-    """The trained model."""
+WEIGHTS_FILE = "tiny.safetensors"
+
+
+def load(folder: Path | None = None) -> Model:
+    """The trained model: the package's own weights, or those that a training run wrote to `folder`."""
     network = nnx.eval_shape(lambda: TinyLM(TinyConfig(), nnx.Rngs(0)))
     graphdef, like = nnx.split(network)
-    source = importlib.resources.files("mambacache_jax.models.tiny") / "tiny.safetensors"
+    if folder is not None:
+        return as_model(network, weights.load(folder / WEIGHTS_FILE, like), graphdef)
+    source = importlib.resources.files("mambacache_jax.models.tiny") / WEIGHTS_FILE
     with importlib.resources.as_file(source) as path:
         return as_model(network, weights.load(path, like), graphdef)
 
