@@ -251,3 +251,24 @@ def small_engine(
         deterministic=deterministic,
     )
     return SymbolicEngine(cache, config, vocab)
+
+
+def writes(step):
+    """SSM slots that a step writes, by working slot or export."""
+    fields = step.shape.unpack(step.plan)
+    slots = [
+        *fields["decode_write"].tolist(),
+        *fields["write"].tolist(),
+        *fields["export_slot"].ravel().tolist(),
+    ]
+    return {slot for slot in slots if slot}
+
+
+def tree_slots(engine):
+    """SSM slots that the tree owns."""
+    stack, found = list(engine.host.to_dict()["roots"]), set()
+    while stack:
+        node = stack.pop()
+        found.add(node.get("checkpoint_slot", 0))
+        stack += node["children"]
+    return found - {0}

@@ -10,30 +10,9 @@ from mambacache_jax.config import CacheConfig
 from mambacache_jax.errors import StampMismatch
 
 from .symbolic import KV, State, plain, states
-from .symbolic_engine import generated, small_engine
+from .symbolic_engine import generated, small_engine, tree_slots, writes
 
 P = list(range(8))
-
-
-def writes(step):
-    """SSM slots that a step writes, by working slot or export."""
-    fields = step.shape.unpack(step.plan)
-    slots = [
-        *fields["decode_write"].tolist(),
-        *fields["write"].tolist(),
-        *fields["export_slot"].ravel().tolist(),
-    ]
-    return {slot for slot in slots if slot}
-
-
-def tree_slots(engine):
-    """SSM slots that the tree owns."""
-    stack, found = list(engine.host.to_dict()["roots"]), set()
-    while stack:
-        node = stack.pop()
-        found.add(node.get("checkpoint_slot", 0))
-        stack += node["children"]
-    return found - {0}
 
 
 # Matching

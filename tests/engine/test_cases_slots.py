@@ -11,30 +11,9 @@ from mambacache_jax.config import AttentionSpec, CacheConfig, EngineConfig
 from mambacache_jax.host.sequence import Status
 
 from .symbolic import BAD_KV, BAD_STATE, plain
-from .symbolic_engine import generated, small_engine
+from .symbolic_engine import generated, small_engine, tree_slots, writes
 
 P = list(range(8))
-
-
-def writes(step):
-    """SSM slots that a step writes, by working slot or export."""
-    fields = step.shape.unpack(step.plan)
-    slots = [
-        *fields["decode_write"].tolist(),
-        *fields["write"].tolist(),
-        *fields["export_slot"].ravel().tolist(),
-    ]
-    return {slot for slot in slots if slot}
-
-
-def tree_slots(engine):
-    """SSM slots that the tree owns."""
-    stack, found = list(engine.host.to_dict()["roots"]), set()
-    while stack:
-        node = stack.pop()
-        found.add(node.get("checkpoint_slot", 0))
-        stack += node["children"]
-    return found - {0}
 
 
 # Races between overlapped steps
