@@ -32,7 +32,6 @@ class Scheduler:
     Attributes:
       running: admitted requests, in order of arrival.
       waiting: requests not admitted, in order of arrival.
-      blocked: the last `schedule` found no slots while a step was in flight; complete it, then try again.
       stats: counts since the start.
     """
 
@@ -69,7 +68,6 @@ class Scheduler:
         self._free_rows = list(range(config.max_running, 0, -1))
         self.running: list[Sequence] = []
         self.waiting: collections.deque[Sequence] = collections.deque()
-        self.blocked = False
         self.stats = SchedulerStats()
         self._builder = StepBuilder(cache, cache_config, config, buckets, self.stats)
 
@@ -121,9 +119,8 @@ class Scheduler:
 
         Args:
           in_flight: a step has been enqueued and not completed. Requests are preempted only without one,
-            since their newest tokens must be known; `blocked` then says that completing it would help.
+            since their newest tokens must be known: after None, complete the step and ask again.
         """
-        self.blocked = False
         budget, preemptions = StepBudget(self._config, self._buckets), self.stats.preemptions
         for sequence in list(self.running):
             if sequence.status is not Status.RUNNING or (sequence.decoding and sequence.fully_scheduled):
@@ -131,7 +128,6 @@ class Scheduler:
             count = budget.tokens_for(sequence, self._page)
             if count and not self._reserve(sequence, sequence.kv_len + count, in_flight):
                 if in_flight:
-                    self.blocked = True
                     return None
                 continue
             if count:
