@@ -39,6 +39,11 @@ class HybridCache:
         if not any(isinstance(spec, RecurrentSpec) for spec in specs):
             raise ValueError("The model has no recurrent layer, so there is no state to keep checkpoints of.")
         self.config = config
+        if config.num_shards != 1:
+            raise ValueError(
+                f"A HybridCache owns the pools of one shard, CacheConfig.num_shards is {config.num_shards}. "
+                f"Make one for each, or use a PrefixCache with pools of your own."
+            )
         self.host: PrefixCache = make_prefix_cache(config)
         self._pools = make_pools(specs, config, engine, dtype)
 

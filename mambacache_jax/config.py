@@ -58,6 +58,10 @@ class CacheConfig:
       checkpoint_interval: prefill also exports at multiples of this position; 0 leaves only the branch
         position and the prompt's end.
       state_dtype: storage of recurrent states, "float32" or "bfloat16". They are summed in float32.
+      num_shards: index spaces, one for each data-parallel rank. Each has pools of the sizes above.
+      max_checkpoints_per_path: checkpoints kept between a root and a leaf; None for no limit. Past it an
+        adoption drops the shallowest that no lease holds and where paths do not part.
+      events: keep what changes for `PrefixCache.events`.
     """
 
     num_kv_slots: int
@@ -67,6 +71,9 @@ class CacheConfig:
     track_interval: int = 256
     checkpoint_interval: int = 2048
     state_dtype: Literal["float32", "bfloat16"] = "float32"
+    num_shards: int = 1
+    max_checkpoints_per_path: int | None = None
+    events: bool = False
 
     def __post_init__(self) -> None:
         _require(self.page_size >= 1, f"page_size must be at least 1, got {self.page_size}.")
@@ -94,6 +101,9 @@ class CacheConfig:
             self.state_dtype in ("float32", "bfloat16"),
             f"state_dtype must be 'float32' or 'bfloat16', got {self.state_dtype!r}.",
         )
+        _require(self.num_shards >= 1, f"num_shards must be at least 1, got {self.num_shards}.")
+        cap = self.max_checkpoints_per_path
+        _require(cap is None or cap >= 1, f"max_checkpoints_per_path must be at least 1 or None, got {cap}.")
 
 
 @dataclasses.dataclass(frozen=True)

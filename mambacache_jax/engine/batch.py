@@ -45,8 +45,6 @@ class SchedulerStats:
       computed_tokens: prompt positions computed, recomputation included.
       generated_tokens: tokens sampled and kept.
       preemptions: requests sent back for lack of slots.
-      skipped_no_slot: checkpoints not taken because no SSM slot could be had.
-      skipped_limit: checkpoints dropped because a row exports only so many a step.
       waits: schedules that a request spent waiting for a shared prefix.
     """
 
@@ -55,8 +53,6 @@ class SchedulerStats:
     computed_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    skipped_no_slot: int = 0
-    skipped_limit: int = 0
     waits: int = 0
 
 
@@ -124,12 +120,12 @@ class StepBuilder:
         self._track_interval = cache_config.track_interval
         self._checkpoint_interval = cache_config.checkpoint_interval
 
-    def _export_slot(self) -> int:
+    def _export_slot(self, sequence: Sequence) -> int:
         """A slot for a checkpoint, or 0: a checkpoint is optional, so having no slot is only counted."""
         try:
             return int(self._cache.allocate_ssm(1)[0])
         except OutOfSlots:
-            self._stats.skipped_no_slot += 1
+            self._cache.count_skipped("no_slot", namespace=sequence.namespace)
             return 0
 
     def build(self, chosen: Iterable[tuple[Sequence, int]]) -> Step:
@@ -178,7 +174,7 @@ class StepBuilder:
         read, position = sequence.working_slot, sequence.kv_len
         due = self._caching and position % self._track_interval == 0 and position > sequence.owned_from
         if due and position > sequence.track_position:
-            spare = sequence.track_slot or self._export_slot()
+            spare = sequence.track_slot or self._export_slot(sequence)
             if spare:
                 sequence.track_slot, sequence.track_position = read, position
                 sequence.working_slot = sequence.read_slot = spare
@@ -211,6 +207,7 @@ class StepBuilder:
             interval=self._checkpoint_interval,
             page_size=self._page,
         )
-        self._stats.skipped_limit += dropped
-        slots = [(position, self._export_slot()) for position in positions]
+        if dropped:
+            self._cache.count_skipped("limit", dropped, namespace=sequence.namespace)
+        slots = [(position, self._export_slot(sequence)) for position in positions]
         return [(position, slot) for position, slot in slots if slot]

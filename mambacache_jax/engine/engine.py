@@ -3,7 +3,7 @@
 import functools
 import pathlib
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as TokenSequence
 
 import jax
@@ -17,6 +17,7 @@ from mambacache_jax.engine.scheduler import Scheduler, Step
 from mambacache_jax.engine.step import StepOutput, step_program
 from mambacache_jax.engine.types import Completion, Delta, EngineStats
 from mambacache_jax.host import Sequence, Status, TokenBuffer, build_plan, make_buckets, num_blocks
+from mambacache_jax.host.namespace import AnyNamespace, check_namespace
 from mambacache_jax.layout import CONTEXT_TILE
 from mambacache_jax.models import Model, load
 
@@ -88,7 +89,7 @@ class Engine:
         self,
         prompts: Iterable[Prompt],
         params: SamplingParams | TokenSequence[SamplingParams] | None = None,
-        namespace: Hashable = None,
+        namespace: AnyNamespace = None,
     ) -> list[Completion]:
         """Runs prompts to their end, batched, and returns them in order.
 
@@ -126,7 +127,7 @@ class Engine:
         return [completion for completion in done.values() if completion is not None]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, namespace: Hashable = None
+        self, prompt: Prompt, params: SamplingParams | None = None, namespace: AnyNamespace = None
     ) -> Iterator[Delta]:
         """Queues one prompt, and yields its text as it comes; leaving the iterator aborts the request."""
         return self._deltas(self._submit(prompt, params or SamplingParams(), namespace))
@@ -168,7 +169,9 @@ class Engine:
         assert request.all_logits is not None
         return request.all_logits[start:]
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None, namespace: Hashable = None) -> int:
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, namespace: AnyNamespace = None
+    ) -> int:
         """Queues a prompt and returns its id; `step` moves it on.
 
         Raises:
@@ -195,7 +198,7 @@ class Engine:
         """Whether a call to `step` would do or return anything."""
         return bool(self._scheduler.has_work() or self._in_flight or self._unclaimed)
 
-    def warm_up(self, prompts: Iterable[Prompt] = (), namespace: Hashable = None) -> None:
+    def warm_up(self, prompts: Iterable[Prompt] = (), namespace: AnyNamespace = None) -> None:
         """Compiles every bucket, then computes and publishes shared prefixes, of any length.
 
         Args:
@@ -220,14 +223,14 @@ class Engine:
             computed_tokens=counts.computed_tokens,
             cached_tokens=counts.cached_tokens,
             generated_tokens=counts.generated_tokens,
-            kv_used=host.kv.num_used,
-            kv_total=host.kv.num_slots,
-            ssm_used=host.ssm.num_used,
-            ssm_total=host.ssm.num_slots,
+            kv_used=tree.kv_used,
+            kv_total=tree.kv_total,
+            ssm_used=tree.ssm_used,
+            ssm_total=tree.ssm_total,
             kv_evicted=tree.kv_evicted,
             ssm_evicted=tree.ssm_evicted + tree.ssm_lost_with_kv,
             tombstones=tree.tombstones,
-            skipped_checkpoints=counts.skipped_no_slot + counts.skipped_limit,
+            skipped_checkpoints=tree.skipped["no_slot"] + tree.skipped["limit"],
             preemptions=counts.preemptions,
             compiles=self._program.traces,
             recompiles_after_warmup=self._recompiles,
@@ -247,14 +250,13 @@ class Engine:
         self,
         prompt: Prompt,
         params: SamplingParams,
-        namespace: Hashable,
+        namespace: AnyNamespace,
         reuse_limit: int | None = None,
         keep_logits: bool = False,
     ) -> Request:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"Sampling parameters must be SamplingParams, got {params!r}.")
-        if not isinstance(namespace, Hashable):
-            raise ValueError(f"A namespace must be hashable, got {namespace!r}.")
+        check_namespace(namespace)
         tokens = self.model.tokenizer.encode(prompt) if isinstance(prompt, str) else np.asarray(prompt)
         if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
             raise ValueError(

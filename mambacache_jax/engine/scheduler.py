@@ -233,7 +233,7 @@ class Scheduler:
         lease = self._cache.lock(match)
         # Room for its whole prompt and a page more for each request that runs, or it would soon be sent back.
         wanted = (num_pages(known, self._page) + len(self.running)) * self._page - match.prefix_len
-        if self.running and self._cache.kv.num_free + self._cache.evictable_kv < wanted:
+        if self.running and self._cache.kv[0].num_free + self._cache.evictable_kv() < wanted:
             self._cache.unlock(lease)
             return False
         pages = num_pages(match.prefix_len + count, self._page) - match.prefix_len // self._page
@@ -252,6 +252,7 @@ class Scheduler:
         sequence.kv_len = sequence.owned_from = match.prefix_len
         sequence.target, sequence.waited = known, 0
         sequence.read_slot, sequence.working_slot = match.checkpoint_slot, working
+        sequence.buffer.resume(match.stamp)
         sequence.append_kv(match.kv_slots)
         sequence.append_kv(fresh)
         if match.branch_position is not None:
@@ -359,12 +360,13 @@ class Scheduler:
         if slot and self._check_stamp is not None:
             self._check_stamp(slot, position)
         inserted = self._cache.insert(
-            sequence.buffer.array(0, position),
+            sequence.buffer,
             sequence.kv_slots[sequence.owned_from : position],
             slot,
             namespace=sequence.namespace,
             stamp=sequence.buffer.stamp(position) if slot else None,
             kv_start=sequence.owned_from,
+            length=position,
         )
         if slot and not inserted.adopted:
             self._cache.free_ssm(np.array([slot], np.int32))
@@ -372,10 +374,10 @@ class Scheduler:
             return
         sequence.replace_kv(sequence.owned_from, inserted.kv_slots)
         sequence.owned_from = position
-        lease = self._cache.lock(inserted, ssm=False)
-        if sequence.lease is not None:
-            self._cache.unlock(sequence.lease)
-        sequence.lease = lease
+        if sequence.lease is None:
+            sequence.lease = self._cache.lock(inserted, ssm=False)
+        else:
+            self._cache.renew(sequence.lease, inserted, ssm=False)
 
     def _unlock_checkpoint(self, sequence: Sequence) -> None:
         """The step that reads the leased checkpoint is enqueued: from now on only its KV must stay."""

@@ -114,32 +114,14 @@ class SlotAllocator:
 
     def validate(self, slots: Slots) -> np.ndarray:
         """The pages of `slots` as an index, all owned by requests and distinct; raises as `free` does."""
-        slots = self.as_int32(slots)
-        pages, count = self._whole_pages(slots), len(slots) // self._page_size
-        # As unsigned numbers negative slots are far out of range, and intp is what NumPy indexes by.
-        index = pages.view(np.uint32).astype(np.intp)
-        try:
-            states = self._states[index]
-        except IndexError:
-            bad = slots[(slots < 0) | (slots >= self._num_slots + self._page_size)]
-            raise ValueError(self._out_of_range(bad[0])) from None
-        if np.count_nonzero(states == USED) != count:
-            at = int(np.flatnonzero(states != USED)[0])
-            raise ValueError(self._not_used(int(slots[at * self._page_size]), int(states[at])))
-        if count > 1 and np.count_nonzero(pages[1:] > pages[:-1]) != count - 1:
-            order = np.arange(count, dtype=np.int32)
-            self._seen[index] = order
-            again = self._seen[index] != order
-            if np.count_nonzero(again):
-                raise ValueError(f"Slot {slots[int(again.argmax()) * self._page_size]} is named twice.")
-        return index
+        return self._pages_in_state(self.as_int32(slots), USED)
 
     def validate_one(self, slot: int) -> None:
         """`validate` for one slot, where a page is one slot."""
         if not 0 <= slot < len(self._state):
             raise ValueError(self._out_of_range(slot))
         if self._state[slot] != USED:
-            raise ValueError(self._not_used(slot, self._state[slot]))
+            raise ValueError(self._wrong_state(slot, self._state[slot]))
 
     def free_pages(self, pages: np.ndarray) -> None:
         """Frees pages that `validate` returned."""
@@ -160,6 +142,24 @@ class SlotAllocator:
         """The tree gives back slots that it adopted, whole pages."""
         pages = slots if self._page_size == 1 else slots[:: self._page_size] // self._page_size
         self.free_pages(pages.astype(np.intp))
+
+    def free_every_adopted(self) -> None:
+        """The tree gives back all that it adopted, at a cost that depends on the pool's size alone."""
+        pages = np.flatnonzero(self._states == ADOPTED)
+        if len(pages):
+            self.free_pages(pages)
+
+    def claim(self, slots: Slots) -> None:
+        """The tree takes over these very slots, whole free pages, as a tree that is loaded needs them.
+
+        Raises:
+          ValueError: a slot is not free, or named twice. Nothing was changed.
+        """
+        pages = self._pages_in_state(self.as_int32(slots), FREE)
+        self._states[pages] = ADOPTED
+        free = np.flatnonzero(self._states == FREE)[::-1]
+        self._top = len(free)
+        self._stack[: self._top] = free
 
     def free_one(self, slot: int) -> None:
         """Frees a slot that `validate_one` accepted, or that the tree adopted; where a page is one slot."""
@@ -215,14 +215,35 @@ class SlotAllocator:
             raise ValueError(f"Slots {run} are no whole page of {page_size}.")
         return pages
 
+    def _pages_in_state(self, slots: np.ndarray, state: int) -> np.ndarray:
+        pages, count = self._whole_pages(slots), len(slots) // self._page_size
+        # As unsigned numbers negative slots are far out of range, and intp is what NumPy indexes by.
+        index = pages.view(np.uint32).astype(np.intp)
+        try:
+            states = self._states[index]
+        except IndexError:
+            bad = slots[(slots < 0) | (slots >= self._num_slots + self._page_size)]
+            raise ValueError(self._out_of_range(bad[0])) from None
+        if np.count_nonzero(states == state) != count:
+            at = int(np.flatnonzero(states != state)[0])
+            raise ValueError(self._wrong_state(int(slots[at * self._page_size]), int(states[at])))
+        if count > 1 and np.count_nonzero(pages[1:] > pages[:-1]) != count - 1:
+            order = np.arange(count, dtype=np.int32)
+            self._seen[index] = order
+            again = self._seen[index] != order
+            if np.count_nonzero(again):
+                raise ValueError(f"Slot {slots[int(again.argmax()) * self._page_size]} is named twice.")
+        return index
+
     def _out_of_range(self, slot: int) -> str:
         last = self._num_slots + self._page_size - 1
         return f"Slot {slot} is out of range: slots are {self._page_size} to {last}."
 
-    def _not_used(self, slot: int, state: int) -> str:
+    def _wrong_state(self, slot: int, state: int) -> str:
         reason = {
-            FREE: "is free already",
-            ADOPTED: "belongs to the tree",
+            FREE: "is free; only a request's own slots can be given away",
+            USED: "is in use; a loaded tree needs it free",
+            ADOPTED: "belongs to the tree; only a request's own slots can be given away",
             NULL: "is a null slot, which nobody owns",
         }
-        return f"Slot {slot} {reason[state]}; only a request's own slots can be given away."
+        return f"Slot {slot} {reason[state]}."

@@ -8,6 +8,7 @@ guards against mistakes, not against an adversary; the tree itself compares toke
 
 import operator
 import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple, SupportsIndex
 
@@ -45,13 +46,17 @@ def extend_hash(token_hash: int, data: bytes | bytearray | memoryview) -> int:
 
 
 class TokenBuffer:
-    """The tokens of a growing request, only ever appended to, so that no turn converts its history again."""
+    """The tokens of a growing request, only ever appended to, so that no turn converts its history again.
 
-    __slots__ = ("_data", "_marks")
+    It also remembers the hashes of prefixes that it was asked for, and of every 1,024 tokens on the way to
+    them, so that a stamp hashes what is new and little more.
+    """
+
+    __slots__ = ("_at", "_data", "_hashes")
 
     def __init__(self, tokens: "Tokens" = ()) -> None:
         self._data = bytearray(token_bytes(tokens))
-        self._marks = [EMPTY_HASH]
+        self._at, self._hashes = [0], [EMPTY_HASH]
 
     def __len__(self) -> int:
         return len(self._data) // TOKEN_BYTES
@@ -78,27 +83,46 @@ class TokenBuffer:
             raise ValueError(f"Tokens [{start}, {end}) asked of a buffer that holds {len(self)}.")
         return np.frombuffer(self._data[TOKEN_BYTES * start : TOKEN_BYTES * end], _INT32)
 
-    def stamp(self, position: int) -> Stamp:
-        """The stamp of the state after `position` tokens.
+    def resume(self, stamp: Stamp) -> None:
+        """Takes over the hash of a prefix from the checkpoint that a match found there.
 
-        The hash after every 1,024 tokens is remembered, so that each token is hashed once, and then at most
-        1,023 again for each stamp.
+        What is folded into that checkpoint's state is what its stamp says, so later stamps go on from it,
+        and the matched part is never hashed again.
         """
+        self._remember(stamp.position, stamp.token_hash)
+
+    def stamp(self, position: int) -> Stamp:
+        """The stamp of the state after `position` tokens."""
         if not 0 <= position <= len(self):
             raise ValueError(f"Position {position} lies outside a buffer of {len(self)} tokens.")
-        full, marks, width = position // _MARK_TOKENS, self._marks, _MARK_TOKENS * TOKEN_BYTES
+        index = bisect_right(self._at, position) - 1
+        at, token_hash = self._at[index], self._hashes[index]
+        if at == position:
+            return Stamp(position, token_hash)
         with memoryview(self._data) as view:
-            for at in range(len(marks) - 1, full):
-                marks.append(extend_hash(marks[at], view[at * width : (at + 1) * width]))
-            return Stamp(position, extend_hash(marks[full], view[full * width : TOKEN_BYTES * position]))
+            while at < position:
+                end = min(position, at - at % _MARK_TOKENS + _MARK_TOKENS)
+                token_hash = extend_hash(token_hash, view[TOKEN_BYTES * at : TOKEN_BYTES * end])
+                at = end
+                self._remember(at, token_hash)
+        return Stamp(position, token_hash)
 
     def common_prefix_len(self, other: "TokenBuffer") -> int:
         """Tokens from the start that both buffers share."""
         return common_len(self._data, 0, len(self._data), other._data)
 
+    def _remember(self, position: int, token_hash: int) -> None:
+        if position > self._at[-1]:
+            self._at.append(position)
+            self._hashes.append(token_hash)
+        elif self._at[index := bisect_left(self._at, position)] != position:
+            self._at.insert(index, position)
+            self._hashes.insert(index, token_hash)
+
 
 Tokens = TokenBuffer | np.ndarray | bytes | bytearray | memoryview | Sequence[int]
-"""Tokens from position 0. `bytes` and `bytearray` hold little-endian int32; a list is slow, 10 ns a token."""
+"""Tokens from position 0. `bytes` and `bytearray` hold little-endian int32; a list is slow, 10 ns a token.
+A `TokenBuffer` is the fast way: it is converted and checked once."""
 
 
 def token_bytes(tokens: Tokens) -> bytes | bytearray:
@@ -125,6 +149,14 @@ def token_bytes(tokens: Tokens) -> bytes | bytearray:
     if array.dtype.itemsize >= TOKEN_BYTES and (high := int(array.max())) > _MAX_TOKEN:
         raise ValueError(f"Tokens must be in [0, 2**31), got {high}.")
     return array.astype(_INT32, copy=False).tobytes()
+
+
+def checked_bytes(tokens: Tokens) -> bytes | bytearray:
+    """`token_bytes`, with raw bytes looked through as well, which a tree must do before it keeps them."""
+    data = token_bytes(tokens)
+    if isinstance(tokens, bytes | bytearray) and data:
+        token_bytes(np.frombuffer(data, _INT32))
+    return data
 
 
 def common_len(key: bytes | bytearray, start: int, end: int, tokens: bytes | bytearray) -> int:

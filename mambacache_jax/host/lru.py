@@ -40,6 +40,16 @@ class LeafQueue:
                 return node
         return None
 
+    def purge(self) -> None:
+        """Drops the entries of nodes that have left the tree otherwise than by `pop`."""
+        self._heap = [(stamp, node) for stamp, node in self._heap if not node.removed]
+        heapq.heapify(self._heap)
+
+    def refresh(self) -> None:
+        """Sorts anew after stamps were set to earlier ones, which a lazy entry cannot notice."""
+        self._heap = [(node.stamp, node) for _, node in self._heap]
+        heapq.heapify(self._heap)
+
     def nodes(self) -> list[Node]:
         """The node of every entry, in no order."""
         return [node for _, node in self._heap]

@@ -1,8 +1,11 @@
 """A node of the radix tree: a run of tokens, their KV slots, and perhaps a checkpoint at its end."""
 
-from collections.abc import Hashable
+from typing import cast
 
 import numpy as np
+
+from mambacache_jax.host.namespace import AnyNamespace
+from mambacache_jax.host.stats import Counts
 
 NO_KV = np.zeros(0, np.int32)
 
@@ -23,6 +26,7 @@ class Node:
       ssm_lock: leases on its checkpoint, there or still to come.
       queued: it has an entry in the queue of leaves.
       removed: it has left the tree.
+      root: the start of its path.
     """
 
     __slots__ = (
@@ -34,6 +38,7 @@ class Node:
         "position",
         "queued",
         "removed",
+        "root",
         "ssm_lock",
         "stamp",
         "token_hash",
@@ -55,6 +60,7 @@ class Node:
         self.ssm_lock = 0
         self.queued = False
         self.removed = False
+        self.root: Root = cast("Root", self) if parent is None else parent.root
 
     def __lt__(self, other: "Node") -> bool:
         # Breaks ties in the queue. Only nodes of one path can carry the same stamp; the deeper goes first.
@@ -65,10 +71,18 @@ class Node:
 
 
 class Root(Node):
-    """The start of all paths of one namespace: no tokens, never locked, never evicted."""
+    """The start of all paths of one namespace: no tokens, never locked, never evicted.
 
-    __slots__ = ("namespace",)
+    Attributes:
+      namespace: whose root it is.
+      counts: the namespace's counts, which outlive the root.
+      leases: leases on the nodes below, those of pins included.
+      pins: leases of pins among them.
+    """
 
-    def __init__(self, namespace: Hashable) -> None:
+    __slots__ = ("counts", "leases", "namespace", "pins")
+
+    def __init__(self, namespace: AnyNamespace, counts: Counts) -> None:
         super().__init__(b"", NO_KV, None, 0, 0)
-        self.namespace = namespace
+        self.namespace, self.counts = namespace, counts
+        self.leases = self.pins = 0

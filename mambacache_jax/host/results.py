@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mambacache_jax.host.key import EMPTY_HASH, Stamp
 from mambacache_jax.host.node import Node
 
 
@@ -11,23 +12,34 @@ class Match(NamedTuple):
     """What the cache has of a prompt. Good for `lock` until slots are evicted, allocated or reset.
 
     Attributes:
-      prefix_len: tokens with KV and a checkpoint, the deepest such position; a multiple of the page size.
+      prefix_len: tokens that can be resumed: those with KV and a checkpoint, up to the deepest such position;
+        of `match_kv`, all those with KV. A multiple of the page size.
       kv_slots: int32 KV slots of `[0, prefix_len)`, a copy.
-      checkpoint_slot: SSM slot of the state at `prefix_len`; 0, the zero state, if that is 0.
+      checkpoint_slot: SSM slot of the state at `prefix_len`; 0, the zero state, if that is 0. Always 0 of
+        `match_kv`.
       kv_len: tokens with KV, checkpoint or not; a multiple of the page size.
-      node: where the match ends.
+      node: where the match ends, or of `match_kv` the node in which it ends; None where nothing matched.
+      shard: whose slots they are.
     """
 
     prefix_len: int
     kv_slots: np.ndarray
     checkpoint_slot: int
     kv_len: int
-    node: Node
+    node: Node | None
+    shard: int
 
     @property
     def branch_position(self) -> int | None:
         """Where a checkpoint is missing though KV is shared: one there lets the next prompt hit."""
         return self.kv_len if self.kv_len > self.prefix_len else None
+
+    @property
+    def stamp(self) -> Stamp:
+        """The checkpoint's stamp, for `TokenBuffer.resume`."""
+        if not self.checkpoint_slot or self.node is None or self.node.token_hash is None:
+            return Stamp(0, EMPTY_HASH)
+        return Stamp(self.node.position, self.node.token_hash)
 
 
 class Inserted(NamedTuple):
@@ -38,19 +50,21 @@ class Inserted(NamedTuple):
       kv_slots: int32 slots that hold the positions from `kv_start` to the last whole page, a copy.
       freed_kv: int32 slots of the caller's that were duplicates and are free now.
       adopted: the tree owns the checkpoint slot; otherwise it is still the caller's.
-      node: the node that ends at `position`.
+      node: the node that ends at `position`; None where nothing is kept.
+      shard: whose slots they are.
     """
 
     prefix_len: int
     kv_slots: np.ndarray
     freed_kv: np.ndarray
     adopted: bool
-    node: Node
+    node: Node | None
+    shard: int
 
     @property
     def position(self) -> int:
         """The tree owns the KV slots of all positions below; 0 where nothing is kept."""
-        return self.node.position
+        return 0 if self.node is None else self.node.position
 
 
 class Evicted(NamedTuple):
@@ -69,15 +83,19 @@ class Lease:
     """A lock, to be given back with `PrefixCache.unlock`. It remembers exactly what it locked.
 
     Attributes:
-      node: the node whose path is held; a root holds nothing.
+      node: the node whose path is held; None holds nothing.
       ssm: the node's checkpoint is locked as well.
+      shard: where.
       released: it has been given back.
+      pinned: the cache itself keeps it, until `PrefixCache.unpin`.
     """
 
-    __slots__ = ("node", "released", "ssm")
+    __slots__ = ("node", "pinned", "released", "shard", "ssm")
 
-    def __init__(self, node: Node, ssm: bool) -> None:
-        self.node, self.ssm, self.released = node, ssm, False
+    def __init__(self, node: Node | None, ssm: bool, shard: int) -> None:
+        self.node, self.ssm, self.shard = node, ssm, shard
+        self.released = self.pinned = False
 
     def __repr__(self) -> str:
-        return f"Lease({self.node}, ssm={self.ssm}, released={self.released})"
+        state = "released" if self.released else "pinned" if self.pinned else "held"
+        return f"Lease({self.node}, ssm={self.ssm}, shard={self.shard}, {state})"

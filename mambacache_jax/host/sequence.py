@@ -2,13 +2,13 @@
 
 import dataclasses
 import enum
-from collections.abc import Hashable
 
 import numpy as np
 
 from mambacache_jax.config import SamplingParams
 from mambacache_jax.host.chunking import num_pages
 from mambacache_jax.host.key import TokenBuffer
+from mambacache_jax.host.namespace import AnyNamespace
 from mambacache_jax.host.plan import TableUpdate, pack_sampling
 from mambacache_jax.host.results import Lease
 from mambacache_jax.layout import TABLE_BLOCK
@@ -52,7 +52,7 @@ class Sequence:
     buffer: TokenBuffer
     prompt_len: int
     params: SamplingParams
-    namespace: Hashable = None
+    namespace: AnyNamespace = None
     reuse_limit: int | None = None
     keep_logits: bool = False
     status: Status = Status.WAITING

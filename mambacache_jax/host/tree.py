@@ -7,20 +7,22 @@ ancestor that is held already, so what may be evicted is known without counting.
 """
 
 import struct
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from mambacache_jax.host.key import EMPTY_HASH, TOKEN_BYTES, common_len, extend_hash
 from mambacache_jax.host.lru import CheckpointOrder, LeafQueue
+from mambacache_jax.host.namespace import AnyNamespace
 from mambacache_jax.host.node import Node, Root
+from mambacache_jax.host.stats import Counts
 
 
 class RadixTree:
     """Nodes by namespace, their locks and recency.
 
     Attributes:
-      roots: by namespace; that of None always exists, the others while they have children.
+      roots: by namespace, while they have children.
       checkpoints: the nodes that have one, in order of eviction.
       num_nodes: nodes, roots left out.
       num_kv: KV slots of all nodes.
@@ -37,14 +39,14 @@ class RadixTree:
 
     def clear(self) -> None:
         """Drops every node. The counter of uses goes on, so old and new stamps never meet."""
-        self.roots: dict[Hashable, Root] = {None: Root(None)}
+        self.roots: dict[AnyNamespace, Root] = {}
         self.checkpoints = CheckpointOrder()
         self._leaves = LeafQueue()
         self.num_nodes = self.num_kv = self.protected_kv = self.protected_ssm = 0
 
-    def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents first."""
-        stack: list[Node] = list(self.roots.values())
+    def nodes(self, root: Root | None = None) -> Iterator[Node]:
+        """Every node below `root`, or of the whole tree, parents first; no roots."""
+        stack: list[Node] = list(self.roots.values()) if root is None else [root]
         while stack:
             node = stack.pop()
             if node.parent is not None:
@@ -52,19 +54,20 @@ class RadixTree:
             stack.extend(reversed(node.children.values()))
 
     def walk(
-        self, key: bytes | bytearray, end: int, namespace: Hashable
+        self, key: bytes | bytearray, end: int, root: Root | None
     ) -> tuple[list[Node], Node | None, int]:
-        """Follows `key[:end]`, `end` in bytes and on a page boundary.
+        """Follows `key[:end]` from `root`, `end` in bytes and on a page boundary.
 
         Returns:
           The nodes that the key runs through to their end; the node in which it ends or leaves the tree, or
           None; and the tokens that it shares with the tree, whole pages.
         """
         path: list[Node] = []
-        node = self.roots.get(namespace)
-        at, page_at = 0, self._page_at
-        while at < end and node is not None:
-            node = node.children.get(page_at(key, at)[0])
+        if root is None:
+            return path, None, 0
+        at, page_at, children = 0, self._page_at, root.children
+        while at < end:
+            node = children.get(page_at(key, at)[0])
             if node is None:
                 break
             tokens = node.tokens
@@ -73,6 +76,7 @@ class RadixTree:
                 return path, node, shared - shared % self._page_size
             path.append(node)
             at += len(tokens)
+            children = node.children
         return path, None, at // TOKEN_BYTES
 
     def touch(self, node: Node) -> None:
@@ -110,11 +114,11 @@ class RadixTree:
         self._leaves.push(leaf)
         return leaf
 
-    def root(self, namespace: Hashable) -> Root:
-        """The root of a namespace, made if need be."""
+    def root(self, namespace: AnyNamespace, counts: Counts) -> Root:
+        """The root of a namespace, made with these counts if need be; a node must follow."""
         root = self.roots.get(namespace)
         if root is None:
-            root = self.roots[namespace] = Root(namespace)
+            root = self.roots[namespace] = Root(namespace, counts)
         return root
 
     def hash_at(self, path: list[Node], key: bytes | bytearray, end: int) -> int:
@@ -130,23 +134,28 @@ class RadixTree:
 
     def hold(self, node: Node) -> None:
         """Keeps a node and its ancestors from eviction, until `release`."""
-        while node.parent is not None:
+        node.root.leases += 1
+        end = node.position
+        while (parent := node.parent) is not None:
             node.held += 1
             if node.held > 1:
-                return
-            self.protected_kv += len(node.kv_slots)
-            node = node.parent
+                break
+            node = parent
+        # What was not held before lies in one piece, below `node`.
+        self.protected_kv += end - node.position
 
     def release(self, node: Node) -> None:
         """Undoes one `hold`."""
-        while node.parent is not None:
+        node.root.leases -= 1
+        leaf, end = node, node.position
+        while (parent := node.parent) is not None:
             node.held -= 1
             if node.held:
-                return
-            self.protected_kv -= len(node.kv_slots)
-            if not node.children:
-                self._leaves.push(node)
-            node = node.parent
+                break
+            node = parent
+        self.protected_kv -= end - node.position
+        if node is not leaf and not leaf.children:
+            self._leaves.push(leaf)
 
     def lock_checkpoint(self, node: Node) -> None:
         """Keeps a node's checkpoint from eviction, now or as soon as it gets one. The node must be held."""
@@ -173,37 +182,84 @@ class RadixTree:
         del self.checkpoints[node]
         return slot
 
-    def pop_leaf(self) -> Node | None:
-        """Takes the least recently used leaf that nobody holds out of the tree, its checkpoint still set."""
+    def pop_leaf(self) -> tuple[Node, Node, int] | None:
+        """Takes the least recently used leaf that nobody holds out of the tree, its checkpoint still set.
+
+        Returns:
+          The leaf, its parent and the parent's stamp before: for `put_back`, or for `settle` once the slots
+          are free. None if there is no such leaf.
+        """
         leaf = self._leaves.pop()
         if leaf is None:
             return None
         parent = leaf.parent
         assert parent is not None, "a root was queued for eviction."
+        stamp = parent.stamp
         del parent.children[self._first_page(leaf)]
-        if leaf.checkpoint_slot:
-            del self.checkpoints[leaf]
         leaf.parent, leaf.removed = None, True
         self.num_nodes -= 1
         self.num_kv -= len(leaf.kv_slots)
-        parent.stamp = max(parent.stamp, leaf.stamp)
+        parent.stamp = max(stamp, leaf.stamp)
         if not parent.children:
-            if not isinstance(parent, Root):
-                if not parent.held:
-                    self._leaves.push(parent)
-            elif parent.namespace is not None:
-                del self.roots[parent.namespace]
-        return leaf
+            if parent.parent is None:
+                del self.roots[leaf.root.namespace]
+            elif not parent.held:
+                self._leaves.push(parent)
+        return leaf, parent, stamp
+
+    def put_back(self, leaf: Node, parent: Node, stamp: int) -> None:
+        """Undoes the last `pop_leaf` that is neither undone nor settled."""
+        parent.children[self._first_page(leaf)] = leaf
+        parent.stamp = stamp
+        leaf.parent, leaf.removed = parent, False
+        if parent.parent is None:
+            self.roots[leaf.root.namespace] = leaf.root
+        self.num_nodes += 1
+        self.num_kv += len(leaf.kv_slots)
+        self._leaves.push(leaf)
+
+    def settle(self, leaf: Node) -> None:
+        """Forgets the checkpoint of a leaf that was popped."""
+        if leaf.checkpoint_slot:
+            del self.checkpoints[leaf]
+
+    def remove_root(self, root: Root, nodes: list[Node]) -> None:
+        """Takes a namespace out of the tree, in which nothing is held; `nodes` are all below its root."""
+        root.removed = True
+        for node in nodes:
+            node.removed = True
+            if node.checkpoint_slot:
+                del self.checkpoints[node]
+            self.num_kv -= len(node.kv_slots)
+        self.num_nodes -= len(nodes)
+        del self.roots[root.namespace]
+        self._leaves.purge()
+
+    def reorder(self, nodes: list[Node], stamps: list[int], ranks: list[int]) -> None:
+        """Gives all nodes the recency that another tree had; `ranks` is that of their checkpoints."""
+        self._clock = max(stamps, default=0)
+        for node, stamp in zip(nodes, stamps, strict=True):
+            node.stamp = stamp
+        for _, node in sorted(
+            (rank, node) for rank, node in zip(ranks, nodes, strict=True) if node.checkpoint_slot
+        ):
+            self.checkpoints.move_to_end(node)
+        self._leaves.refresh()
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless links, keys, hashes, locks, sums and orders of eviction all agree."""
         nodes = list(self.nodes())
         for namespace, root in self.roots.items():
             assert root.namespace == namespace, f"the root of {namespace!r} says {root.namespace!r}."
-            assert namespace is None or root.children, f"the root of {namespace!r} is empty and still there."
+            assert root.children, f"the root of {namespace!r} is empty and still there."
             state = (root.position, root.checkpoint_slot, root.held, root.ssm_lock, root.parent)
             assert state == (0, 0, 0, 0, None), f"the root of {namespace!r} is {state}."
             self._check_children(root)
+            below = list(self.nodes(root))
+            assert all(node.root is root for node in below), f"a node below {namespace!r} has another root."
+            leases = sum(node.held - sum(1 for c in node.children.values() if c.held) for node in below)
+            assert leases == root.leases, f"{leases} leases counted below {namespace!r}, not {root.leases}."
+            assert 0 <= root.pins <= leases, f"{root.pins} pins and {leases} leases below {namespace!r}."
         hashes: dict[Node, int] = {}
         for node in nodes:
             assert node.parent is not None

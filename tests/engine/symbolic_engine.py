@@ -8,9 +8,9 @@ from mambacache_jax.config import CacheConfig, EngineConfig, SamplingParams
 from mambacache_jax.engine.batch import Step
 from mambacache_jax.engine.scheduler import Scheduler
 from mambacache_jax.errors import StampMismatch
+from mambacache_jax.host import make_prefix_cache
 from mambacache_jax.host.key import TokenBuffer
 from mambacache_jax.host.plan import make_buckets
-from mambacache_jax.host.prefix_cache import make_prefix_cache
 from mambacache_jax.host.sequence import Sequence, Status
 
 from .symbolic import KV, State, SymbolicDevice, plain, states
@@ -116,6 +116,10 @@ class SymbolicEngine:
             self.check()
         self.drain()
         return [generated(sequence) for sequence in wanted]
+
+    def skipped(self, reason: str) -> int:
+        """Checkpoints not taken for this reason, in all namespaces."""
+        return self.host.stats().skipped[reason]
 
     def check(self) -> None:
         """Each slot has one owner, and each slot with an owner holds what its owner believes."""

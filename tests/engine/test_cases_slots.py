@@ -94,7 +94,7 @@ def test_b04_b56_a_hit_whose_admission_fails():
     engine = small_engine(kv=32)
     engine.send(P, 4)
     lease = engine.host.lock(engine.host.match(P))
-    kv = engine.host.allocate_kv(engine.host.kv.num_free)
+    kv = engine.host.allocate_kv(engine.host.kv[0].num_free)
     before = engine.host.stats()
     waiting = engine.submit([*P, *range(50, 60)], 1)
     for _ in range(3):
@@ -251,7 +251,7 @@ def test_b57_all_states_are_taken(ssm):
         engine.submit([*P, i, i], 10)
     engine.run()
     assert len(engine.finished) == 6
-    assert engine.scheduler.stats.skipped_no_slot > 0
+    assert engine.skipped("no_slot") > 0
     engine.check_idle()
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mambacache_jax.config import SamplingParams
-from mambacache_jax.host.stats import tokens_of
+from mambacache_jax.host.drawing import tokens_of
 
 
 def encode(text: str) -> np.ndarray:

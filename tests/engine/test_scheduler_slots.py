@@ -64,7 +64,7 @@ def test_without_a_slot_for_tracking_decoding_goes_on_in_place():
     sequence = engine.send([1] * 3, 20)
     assert len(generated(sequence)) == 20
     # The prompt's end, then each track point at which a slot was asked for.
-    assert engine.scheduler.stats.skipped_no_slot == 1 + 5
+    assert engine.skipped("no_slot") == 1 + 5
     assert engine.checkpoints() == [22]
 
 
@@ -272,16 +272,16 @@ def test_a_request_whose_own_hit_holds_the_last_slot_computes_without_it():
 def test_checkpoints_that_find_no_slot_are_counted():
     engine = small_engine(ssm=1)
     engine.send([1] * 10)
-    assert (engine.scheduler.stats.skipped_no_slot, engine.scheduler.stats.skipped_limit) == (1, 0)
+    assert (engine.skipped("no_slot"), engine.skipped("limit")) == (1, 0)
 
 
 def test_checkpoints_beyond_two_a_row_and_step_are_counted_and_the_branch_is_kept():
     engine = small_engine(interval=8)
     engine.send([*range(6), 100, 101])
     engine.host.evict(ssm=100)
-    before = engine.scheduler.stats.skipped_limit
+    before = engine.skipped("limit")
     engine.send([*range(6), 200, 201, 202, 203, 204, 205])
-    assert engine.scheduler.stats.skipped_limit == before + 1
+    assert engine.skipped("limit") == before + 1
     assert engine.checkpoints() == [6, 11, 12]
 
 
@@ -298,13 +298,13 @@ def test_a_failed_admission_gives_back_all_that_it_took():
     engine = small_engine(kv=32, ssm=8)
     engine.send([1] * 10)
     lease = engine.host.lock(engine.host.match([1] * 10))
-    kv = engine.host.allocate_kv(engine.host.kv.num_free)
+    kv = engine.host.allocate_kv(engine.host.kv[0].num_free)
     waiting = engine.submit([1] * 10 + [2] * 5)
     for _ in range(3):
         assert engine.scheduler.schedule(in_flight=False) is None
         engine.host.check_invariants(kv.tolist())
     engine.host.free_kv(kv)
-    states = engine.host.allocate_ssm(engine.host.ssm.num_free + engine.host.evictable_ssm)
+    states = engine.host.allocate_ssm(engine.host.ssm[0].num_free + engine.host.evictable_ssm())
     for _ in range(3):
         assert engine.scheduler.schedule(in_flight=False) is None
         engine.host.check_invariants((), states.tolist())
@@ -368,7 +368,7 @@ def test_with_the_cache_off_nothing_is_kept_and_no_state_is_exported():
     engine = small_engine(caching=False, track=4)
     texts = [generated(engine.send([1] * 10, 12)) for _ in range(2)]
     assert texts[0] == texts[1]
-    assert engine.scheduler.stats.cached_tokens == engine.scheduler.stats.skipped_no_slot == 0
+    assert engine.scheduler.stats.cached_tokens == engine.skipped("no_slot") == 0
     stats = engine.host.stats()
     assert (stats.kv_used, stats.ssm_used) == (0, 0)
     engine.check_idle()

@@ -162,8 +162,8 @@ class Schedules(RuleBasedStateMachine):
             hits=stats.cached_tokens,
             preemptions=stats.preemptions - self.asked,
             waits=stats.waits,
-            skipped=stats.skipped_no_slot,
-            dropped=stats.skipped_limit,
+            skipped=self.engine.skipped("no_slot"),
+            dropped=self.engine.skipped("limit"),
             evicted=engine.host.stats().kv_evicted,
             lost=engine.host.stats().ssm_evicted,
         )

@@ -1,6 +1,6 @@
 """A prefix cache whose slots hold readable contents, so that a wrong slot is seen and not just counted."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -48,7 +48,12 @@ class Toy:
         return slot
 
     def insert(
-        self, prompt: str, kv_slots: Iterable[int], slot: int = 0, start: int = 0, namespace: Hashable = None
+        self,
+        prompt: str,
+        kv_slots: Iterable[int],
+        slot: int = 0,
+        start: int = 0,
+        namespace: str | None = None,
     ) -> Inserted:
         """Inserts, and frees the checkpoint if the tree had one."""
         kv_slots = np.array(kv_slots, np.int32)
@@ -61,7 +66,7 @@ class Toy:
             assert self.kv[canonical] == prompt[: position + 1]
         return inserted
 
-    def put(self, prompt: str, checkpoint: bool = True, namespace: Hashable = None) -> Inserted:
+    def put(self, prompt: str, checkpoint: bool = True, namespace: str | None = None) -> Inserted:
         """Computes a whole prompt and inserts it, with the state at its end."""
         kv_slots = self.compute_kv(prompt)
         slot = self.compute_state(prompt) if checkpoint else 0
@@ -75,7 +80,7 @@ class Toy:
         self.cache.free_kv(slots)
         self.request_kv -= set(slots.tolist())
 
-    def match(self, prompt: str, namespace: Hashable = None, max_len: int | None = None) -> Match:
+    def match(self, prompt: str, namespace: str | None = None, max_len: int | None = None) -> Match:
         """Matches, and reads every slot that the match names."""
         match = self.cache.match(self.tokens(prompt), namespace, max_len)
         assert [self.kv[slot] for slot in match.kv_slots.tolist()] == [
@@ -87,7 +92,7 @@ class Toy:
             assert match.checkpoint_slot == 0
         return match
 
-    def hit(self, prompt: str, namespace: Hashable = None) -> int:
+    def hit(self, prompt: str, namespace: str | None = None) -> int:
         """Tokens that a prompt can resume from, all of it allowed."""
         return self.match(prompt, namespace).prefix_len
 

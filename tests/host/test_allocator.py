@@ -78,8 +78,8 @@ def test_part_of_a_page_cannot_be_allocated(count):
         ([2, 9], "Slot 9 is out of range: slots are 1 to 8"),
         ([2, -1], "Slot -1 is out of range"),
         ([2, 2**40], "out of range"),
-        ([2, 7], "Slot 7 is free already"),
-        ([7], "Slot 7 is free already"),
+        ([2, 7], "Slot 7 is free"),
+        ([7], "Slot 7 is free"),
         ([9], "out of range"),
         ([0], "null slot"),
         ([2, 3, 2], "Slot 2 is named twice"),
@@ -107,7 +107,7 @@ def test_a_wrong_free_names_the_slot_and_changes_nothing(slots, message):
         ([5, 6, 7, 8], "no whole page"),
         ([4, 6, 5, 7], "no whole page"),
         ([0, 1, 2, 3], "Slot 0 is a null slot"),
-        ([12, 13, 14, 15], "Slot 12 is free already"),
+        ([12, 13, 14, 15], "Slot 12 is free"),
         ([4, 5, 6, 7, 4, 5, 6, 7], "Slot 4 is named twice"),
         ([16, 17, 18, 19], "Slot 16 is out of range: slots are 4 to 15"),
     ],
@@ -124,7 +124,7 @@ def test_a_double_free_is_refused_at_the_second():
     allocator = SlotAllocator(4)
     slots = allocator.allocate(2)
     allocator.free(slots)
-    with pytest.raises(ValueError, match="free already"):
+    with pytest.raises(ValueError, match="is free"):
         allocator.free(slots)
     assert allocator.num_free == 4
 

@@ -53,7 +53,7 @@ def test_b04_b05_b06_a_hit_that_is_not_admitted_costs_no_slot(make_toy):
         with pytest.raises(OutOfSlots):
             toy.cache.allocate_kv(8)
         toy.cache.unlock(lease)
-        assert (toy.cache.kv.num_used, toy.cache.ssm.num_used) == (12, 1)
+        assert (toy.cache.kv[0].num_used, toy.cache.ssm[0].num_used) == (12, 1)
     toy.check()
 
 
@@ -245,7 +245,7 @@ def test_b53_chunks_that_nobody_keeps_still_make_progress():
         table = np.concatenate([table, cache.allocate_kv(4)])
         inserted = cache.insert(np.arange(end), table)
         assert inserted.kv_slots.tolist() == table.tolist()
-        assert cache.kv.num_used == end
+        assert cache.kv[0].num_used == end
     cache.free_kv(table)
     cache.check_invariants()
 
@@ -259,9 +259,9 @@ def test_b56_a_lease_taken_while_evicting_releases_exactly_itself(toy):
     toy.cache.unlock(temporary)
     with pytest.raises(ValueError, match="released already"):
         toy.cache.unlock(temporary)
-    assert (toy.cache.evictable_kv, toy.cache.evictable_ssm) == (0, 1)
+    assert (toy.cache.evictable_kv(), toy.cache.evictable_ssm()) == (0, 1)
     toy.cache.unlock(running)
-    assert (toy.cache.evictable_kv, toy.cache.evictable_ssm) == (4, 2)
+    assert (toy.cache.evictable_kv(), toy.cache.evictable_ssm()) == (4, 2)
     toy.check()
 
 
@@ -269,7 +269,7 @@ def test_b57_without_a_slot_a_checkpoint_is_skipped_and_the_request_goes_on(make
     toy = make_toy(num_ssm_slots=4)
     working = [toy.compute_state("working") for _ in range(2)]
     leases = [toy.cache.lock(toy.put(prompt)) for prompt in ("AAAA", "BBBB")]
-    assert (toy.cache.ssm.num_free, toy.cache.evictable_ssm) == (0, 0)
+    assert (toy.cache.ssm[0].num_free, toy.cache.evictable_ssm()) == (0, 0)
     toy.serve("CCCC", checkpoints=[2, 3])
     assert toy.skipped == 2
     assert toy.match("CCCC").kv_len == 3

@@ -5,17 +5,20 @@ import pytest
 
 from mambacache_jax.host.key import TOKEN_BYTES, path_hash, token_bytes
 from mambacache_jax.host.lru import CheckpointOrder, LeafQueue
-from mambacache_jax.host.node import NO_KV, Node
+from mambacache_jax.host.node import NO_KV, Node, Root
+from mambacache_jax.host.stats import Counts
 from mambacache_jax.host.tree import RadixTree
+
+ROOT = Root(None, Counts())
 
 
 def grow(tree: RadixTree, tokens: list[int], checkpoint_slot: int = 0, namespace: str | None = None) -> Node:
     """Puts a path into the tree; the KV slot of each new token is 100 and its position."""
     key = token_bytes(tokens)
-    path, cut, reached = tree.walk(key, len(key), namespace)
+    path, cut, reached = tree.walk(key, len(key), tree.roots.get(namespace))
     if cut is not None:
         path.append(tree.split(cut, reached))
-    node = path[-1] if path else tree.root(namespace)
+    node = path[-1] if path else tree.root(namespace, Counts())
     if reached < len(tokens):
         kv_slots = np.arange(100 + reached, 100 + len(tokens), dtype=np.int32)
         node = tree.add_leaf(node, bytes(key[reached * TOKEN_BYTES :]), kv_slots)
@@ -28,15 +31,23 @@ def grow(tree: RadixTree, tokens: list[int], checkpoint_slot: int = 0, namespace
 def walked(tree: RadixTree, tokens: list[int], namespace: str | None = None) -> tuple[list[int], int, int]:
     """Positions of the nodes run through, position of the node that is left inside or 0, tokens shared."""
     key = token_bytes(tokens)
-    path, cut, reached = tree.walk(key, len(key), namespace)
+    path, cut, reached = tree.walk(key, len(key), tree.roots.get(namespace))
     return [node.position for node in path], cut.position if cut else 0, reached
+
+
+def evict_leaf(tree: RadixTree) -> Node | None:
+    taken = tree.pop_leaf()
+    if taken is None:
+        return None
+    tree.settle(taken[0])
+    tree.check_invariants()
+    return taken[0]
 
 
 def evict_order(tree: RadixTree) -> list[int]:
     order = []
-    while (leaf := tree.pop_leaf()) is not None:
+    while (leaf := evict_leaf(tree)) is not None:
         order.append(leaf.position)
-        tree.check_invariants()
     return order
 
 
@@ -100,9 +111,9 @@ def test_holding_a_node_keeps_every_ancestor_and_counts_each_slot_once(tree):
     tree.hold(nodes[2])
     assert [node.held for node in nodes] == [1, 2, 2]
     assert tree.protected_kv == 6
-    assert tree.pop_leaf() is None
+    assert evict_leaf(tree) is None
     tree.release(nodes[2])
-    assert tree.pop_leaf() is None
+    assert evict_leaf(tree) is None
     tree.release(nodes[2])
     tree.check_invariants()
     assert tree.protected_kv == 5
@@ -128,7 +139,7 @@ def test_a_parent_stays_as_recent_as_the_child_that_went_before_another(tree):
     for node in held:
         tree.hold(node)
     recent = grow(tree, [1, 5, 5, 5])
-    assert tree.pop_leaf() is recent
+    assert evict_leaf(tree) is recent
     for node in held:
         tree.release(node)
     # Its other child was used before [2, 2], but the one that is gone after it.
@@ -150,14 +161,14 @@ def test_the_order_of_leaves_equals_that_of_stamping_whole_paths(tree):
     for node in nodes:
         uses.setdefault(node, -1)
     seen = -1
-    while (leaf := tree.pop_leaf()) is not None:
+    while (leaf := evict_leaf(tree)) is not None:
         assert uses[leaf] >= seen
         seen = uses[leaf]
 
 
 def test_a_queue_entry_that_is_out_of_date_costs_one_push_and_no_wrong_victim():
     queue = LeafQueue()
-    first, second = (Node(b"", NO_KV, None, position, position) for position in (1, 2))
+    first, second = (Node(b"", NO_KV, ROOT, position, position) for position in (1, 2))
     queue.push(first)
     queue.push(second)
     queue.push(first)
@@ -174,7 +185,7 @@ def test_a_queue_entry_that_is_out_of_date_costs_one_push_and_no_wrong_victim():
 
 def test_of_two_leaves_with_one_stamp_the_deeper_goes_first():
     queue = LeafQueue()
-    upper, lower = (Node(b"", NO_KV, None, position, 1) for position in (1, 2))
+    upper, lower = (Node(b"", NO_KV, ROOT, position, 1) for position in (1, 2))
     queue.push(upper)
     queue.push(lower)
     assert [queue.pop(), queue.pop()] == [lower, upper]
@@ -197,7 +208,7 @@ def test_checkpoints_go_in_order_of_use_and_locked_ones_are_passed_over(tree):
 def test_a_hash_is_extended_from_the_deepest_one_known(tree):
     grow(tree, [1, 2], checkpoint_slot=1)
     key = token_bytes([1, 2, 3, 4])
-    path, _, _ = tree.walk(key, len(key), None)
+    path, _, _ = tree.walk(key, len(key), tree.roots[None])
     assert tree.hash_at(path, key, len(key)) == path_hash(key)
     assert tree.hash_at([], key, len(key)) == path_hash(key)
     path[0].token_hash = 0
@@ -208,9 +219,9 @@ def test_the_root_of_a_namespace_goes_with_its_last_child(tree):
     grow(tree, [1], namespace="a")
     grow(tree, [1, 2], namespace="a")
     grow(tree, [1], namespace="b")
-    assert set(tree.roots) == {None, "a", "b"}
+    assert set(tree.roots) == {"a", "b"}
     assert evict_order(tree) == [2, 1, 1]
-    assert set(tree.roots) == {None}
+    assert not tree.roots
     assert tree.num_nodes == tree.num_kv == 0
 
 
@@ -222,7 +233,7 @@ def test_the_root_of_a_namespace_goes_with_its_last_child(tree):
         (lambda tree, node: setattr(node, "kv_slots", NO_KV), "has 2 tokens"),
         (lambda tree, node: setattr(node, "tokens", b""), "filed under another page"),
         (lambda tree, node: setattr(node, "token_hash", 1), "hash of other tokens"),
-        (lambda tree, node: setattr(node, "held", 1), "protected KV"),
+        (lambda tree, node: setattr(node, "held", 1), "1 leases counted below None, not 0"),
         (lambda tree, node: setattr(node, "ssm_lock", 1), "1 checkpoint locks and 0 leases"),
         (lambda tree, node: setattr(node, "checkpoint_slot", 0), "order of checkpoints"),
         (lambda tree, node: setattr(node, "queued", False), "queue of leaves"),

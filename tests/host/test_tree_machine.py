@@ -5,7 +5,7 @@ and when each was used, stamping whole paths. Eviction must pick the very same v
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from mambacache_jax.config import CacheConfig
 from mambacache_jax.errors import OutOfSlots
 from mambacache_jax.host import Lease, Match, PrefixCache, TokenBuffer
 
-Path = tuple[Hashable, tuple[int, ...]]
+Path = tuple[str | None, tuple[int, ...]]
 
 NAMESPACES = st.sampled_from([None, None, "tenant"])
 # Each letter twice, so that prompts share prefixes that end inside a page of 4 as well as at its end.
@@ -58,18 +58,18 @@ class Model:
         self.held: list[Held] = []
         self.clock = 0
 
-    def prefixes(self, namespace: Hashable, tokens: Sequence[int]) -> Iterator[Path]:
+    def prefixes(self, namespace: str | None, tokens: Sequence[int]) -> Iterator[Path]:
         for length in range(self.page_size, len(tokens) + 1, self.page_size):
             yield namespace, tuple(tokens[:length])
 
-    def slots(self, namespace: Hashable, tokens: list[int]) -> list[int]:
+    def slots(self, namespace: str | None, tokens: list[int]) -> list[int]:
         """The KV slots of a prefix that is in the cache, by position."""
         return [slot for path in self.prefixes(namespace, tokens) for slot in self.kv[path]]
 
-    def kv_len(self, namespace: Hashable, tokens: list[int]) -> int:
+    def kv_len(self, namespace: str | None, tokens: list[int]) -> int:
         return max((len(p[1]) for p in self.prefixes(namespace, tokens) if p in self.kv), default=0)
 
-    def hit(self, namespace: Hashable, tokens: list[int]) -> End | None:
+    def hit(self, namespace: str | None, tokens: list[int]) -> End | None:
         ends = [self.ends[p] for p in self.prefixes(namespace, tokens) if p in self.ends]
         return max((end for end in ends if end.slot), key=lambda end: len(end.path[1]), default=None)
 
@@ -104,7 +104,7 @@ class Model:
     def evictable_ssm(self) -> int:
         return sum(1 for end in self.ends.values() if end.slot and not self.is_locked(end))
 
-    def insert(self, namespace: Hashable, tokens: list[int], kv_slots: list[int]) -> End | None:
+    def insert(self, namespace: str | None, tokens: list[int], kv_slots: list[int]) -> End | None:
         """`kv_slots` has a slot for every position; those that the cache has already stay as they are."""
         reached = self.kv_len(namespace, tokens)
         for length in {reached, len(tokens)} - {0}:
@@ -167,7 +167,7 @@ class CacheMachine(RuleBasedStateMachine):
     def pages(self, length: int) -> int:
         return -(-length // self.page_size) * self.page_size
 
-    def prompt(self, data: st.DataObject, namespace: Hashable) -> list[int]:
+    def prompt(self, data: st.DataObject, namespace: str | None) -> list[int]:
         """Part of a prompt that the cache knows, or of none, and then tokens of its own."""
         known = [path[1] for path in self.model.ends if path[0] == namespace]
         base = data.draw(st.sampled_from([*known, ()]), label="base")
@@ -176,14 +176,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     def allocate(self, num_kv: int, num_ssm: int) -> bool:
         """Takes slots, which the model must find possible exactly when the cache does."""
-        missing = num_kv - self.cache.kv.num_free
+        missing = num_kv - self.cache.kv[0].num_free
         if missing > self.model.evictable_kv():
             with pytest.raises(OutOfSlots, match=f"KV pool: {num_kv} slots needed"):
                 self.cache.allocate_kv(num_kv)
             return False
         self.model.evict(kv=missing, ssm=0)
         self.kv.extend(self.cache.allocate_kv(num_kv).tolist())
-        missing = num_ssm - self.cache.ssm.num_free
+        missing = num_ssm - self.cache.ssm[0].num_free
         if missing > self.model.evictable_ssm():
             with pytest.raises(OutOfSlots, match=f"SSM pool: {num_ssm} slots needed"):
                 self.cache.allocate_ssm(num_ssm)
@@ -193,7 +193,7 @@ class CacheMachine(RuleBasedStateMachine):
         return True
 
     @rule(namespace=NAMESPACES, cut=st.sampled_from([None, None, 0, 1, 3]), data=st.data())
-    def match(self, namespace: Hashable, cut: int | None, data: st.DataObject) -> None:
+    def match(self, namespace: str | None, cut: int | None, data: st.DataObject) -> None:
         tokens = self.prompt(data, namespace)
         max_len = None if cut is None else max(0, len(tokens) - cut)
         match = self.cache.match(TokenBuffer(tokens), namespace, max_len)
@@ -238,7 +238,7 @@ class CacheMachine(RuleBasedStateMachine):
         lock=st.sampled_from([None, None, True, False]),
         data=st.data(),
     )
-    def insert(self, namespace: Hashable, checkpoint: bool, lock: bool | None, data: st.DataObject) -> None:
+    def insert(self, namespace: str | None, checkpoint: bool, lock: bool | None, data: st.DataObject) -> None:
         tokens = self.prompt(data, namespace)
         end = len(tokens) - len(tokens) % self.page_size
         checkpoint = checkpoint and end > 0
@@ -321,8 +321,8 @@ class CacheMachine(RuleBasedStateMachine):
                 stack.extend((child, list(path[1])) for child in node["children"])
         assert found == self.model.kv
         assert ends == {path: end.slot for path, end in self.model.ends.items()}
-        assert self.cache.evictable_kv == self.model.evictable_kv()
-        assert self.cache.evictable_ssm == self.model.evictable_ssm()
+        assert self.cache.evictable_kv() == self.model.evictable_kv()
+        assert self.cache.evictable_ssm() == self.model.evictable_ssm()
 
 
 class PagedCacheMachine(CacheMachine):
