@@ -252,7 +252,6 @@ class Scheduler:
         sequence.kv_len = sequence.owned_from = match.prefix_len
         sequence.target, sequence.waited = known, 0
         sequence.read_slot, sequence.working_slot = match.checkpoint_slot, working
-        sequence.buffer.resume(match.stamp)
         sequence.append_kv(match.kv_slots)
         sequence.append_kv(fresh)
         if match.branch_position is not None:
@@ -365,8 +364,8 @@ class Scheduler:
             slot,
             namespace=sequence.namespace,
             stamp=sequence.buffer.stamp(position) if slot else None,
-            kv_start=sequence.owned_from,
             length=position,
+            lease=sequence.lease,
         )
         if slot and not inserted.adopted:
             self._cache.free_ssm(np.array([slot], np.int32))

@@ -5,7 +5,7 @@ nobody owns, so slot ids run from `page_size` to `num_slots + page_size - 1`. A 
 request, or adopted by the tree; a request cannot give away what the tree has adopted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,6 +14,13 @@ from mambacache_jax.errors import OutOfSlots
 FREE, USED, ADOPTED, NULL = range(4)
 
 Slots = np.ndarray | Sequence[int]
+
+Pages = tuple[np.ndarray, list[tuple[int, int]] | np.ndarray]
+"""int32 page numbers; and the same as runs `[first, stop)`, or as intp, which is what NumPy indexes by."""
+
+_INT32 = np.dtype(np.int32)
+_MIN_RUNS, _MIN_RUN = 2048, 64
+_ROWS = [bytes([state]) for state in (FREE, USED, ADOPTED, NULL)]
 
 
 class SlotAllocator:
@@ -36,6 +43,7 @@ class SlotAllocator:
         num_pages = num_slots // page_size
         self._num_slots, self._page_size = num_slots, page_size
         self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)
+        self._number_bytes = np.arange(num_pages + 1, dtype=np.int32).tobytes()
         self._top = num_pages
         self._state = bytearray(num_pages + 1)
         self._state[0] = NULL
@@ -64,7 +72,7 @@ class SlotAllocator:
         return self._num_slots - self._top * self._page_size
 
     def allocate(self, num_slots: int) -> np.ndarray:
-        """Takes `num_slots` slots, a multiple of the page size, as page-aligned runs in order.
+        """Takes `num_slots` slots, a multiple of the page size, in ascending order.
 
         Raises:
           OutOfSlots: too few are free; nothing was changed.
@@ -80,7 +88,8 @@ class SlotAllocator:
             )
         if count == 1 and page_size == 1:
             return np.array([self.allocate_one()], np.int32)
-        pages = self._stack[top - count : top][::-1].copy()
+        # Slots in order read as few runs, and are quick to check.
+        pages = np.sort(self._stack[top - count : top])
         self._top = top - count
         self._states[pages.astype(np.intp)] = USED
         return pages if page_size == 1 else (pages[:, None] * page_size + self._offsets).ravel()
@@ -112,8 +121,8 @@ class SlotAllocator:
         else:
             self.free_pages(self.validate(slots))
 
-    def validate(self, slots: Slots) -> np.ndarray:
-        """The pages of `slots` as an index, all owned by requests and distinct; raises as `free` does."""
+    def validate(self, slots: Slots) -> Pages:
+        """The pages of `slots`, all owned by requests and distinct; raises as `free` does."""
         return self._pages_in_state(self.as_int32(slots), USED)
 
     def validate_one(self, slot: int) -> None:
@@ -123,16 +132,25 @@ class SlotAllocator:
         if self._state[slot] != USED:
             raise ValueError(self._wrong_state(slot, self._state[slot]))
 
-    def free_pages(self, pages: np.ndarray) -> None:
+    def free_pages(self, pages: Pages) -> None:
         """Frees pages that `validate` returned."""
-        count = len(pages)
-        self._states[pages] = FREE
-        self._stack[self._top : self._top + count] = pages[::-1]
-        self._top += count
+        self._set(pages, FREE)
+        top = self._top + len(pages[0])
+        self._stack[self._top : top] = pages[0]
+        self._top = top
 
-    def adopt_pages(self, pages: np.ndarray) -> None:
-        """The tree takes over pages that `validate` returned."""
-        self._states[pages] = ADOPTED
+    def exchange(self, freed: np.ndarray, adopted: np.ndarray) -> None:
+        """Takes back some of a request's own slots and lets the tree take over others; int32, whole pages.
+
+        Raises:
+          ValueError: as `free`, with nothing changed.
+        """
+        if len(freed):
+            self.validate(np.concatenate([freed, adopted]))
+            self.free_pages(self.validate(freed))
+            self._set(self.validate(adopted), ADOPTED)
+        elif len(adopted):
+            self._set(self.validate(adopted), ADOPTED)
 
     def adopt_one(self, slot: int) -> None:
         """The tree takes over a slot that `validate_one` accepted."""
@@ -140,14 +158,18 @@ class SlotAllocator:
 
     def free_adopted(self, slots: np.ndarray) -> None:
         """The tree gives back slots that it adopted, whole pages."""
-        pages = slots if self._page_size == 1 else slots[:: self._page_size] // self._page_size
-        self.free_pages(pages.astype(np.intp))
+        numbers = slots if self._page_size == 1 else slots[:: self._page_size] // self._page_size
+        self.free_pages(self._pages(numbers))
 
-    def free_every_adopted(self) -> None:
-        """The tree gives back all that it adopted, at a cost that depends on the pool's size alone."""
+    def free_every_adopted(self, adopted: Callable[[], np.ndarray]) -> None:
+        """The tree gives back all that it adopted, at a cost that depends on the pool's size alone.
+
+        Args:
+          adopted: would say which slots those are; nobody has to ask here.
+        """
         pages = np.flatnonzero(self._states == ADOPTED)
         if len(pages):
-            self.free_pages(pages)
+            self.free_pages((pages.astype(np.int32), pages))
 
     def claim(self, slots: Slots) -> None:
         """The tree takes over these very slots, whole free pages, as a tree that is loaded needs them.
@@ -155,8 +177,7 @@ class SlotAllocator:
         Raises:
           ValueError: a slot is not free, or named twice. Nothing was changed.
         """
-        pages = self._pages_in_state(self.as_int32(slots), FREE)
-        self._states[pages] = ADOPTED
+        self._set(self._pages_in_state(self.as_int32(slots), FREE), ADOPTED)
         free = np.flatnonzero(self._states == FREE)[::-1]
         self._top = len(free)
         self._stack[: self._top] = free
@@ -192,7 +213,7 @@ class SlotAllocator:
         array = np.asarray(slots)
         if array.ndim != 1:
             raise ValueError(f"Slots must be one-dimensional, got shape {array.shape}.")
-        if array.dtype == np.int32:
+        if array.dtype is _INT32:
             return array
         if array.size and array.dtype.kind not in "iu":
             raise ValueError(f"Slots must be integers, got {array.dtype}.")
@@ -203,8 +224,6 @@ class SlotAllocator:
 
     def _whole_pages(self, slots: np.ndarray) -> np.ndarray:
         page_size = self._page_size
-        if page_size == 1:
-            return np.ascontiguousarray(slots)
         if len(slots) % page_size:
             raise ValueError(f"{len(slots)} slots are no whole pages of {page_size}.")
         runs = slots.reshape(-1, page_size)
@@ -215,25 +234,74 @@ class SlotAllocator:
             raise ValueError(f"Slots {run} are no whole page of {page_size}.")
         return pages
 
-    def _pages_in_state(self, slots: np.ndarray, state: int) -> np.ndarray:
-        pages, count = self._whole_pages(slots), len(slots) // self._page_size
-        # As unsigned numbers negative slots are far out of range, and intp is what NumPy indexes by.
-        index = pages.view(np.uint32).astype(np.intp)
-        try:
-            states = self._states[index]
-        except IndexError:
-            bad = slots[(slots < 0) | (slots >= self._num_slots + self._page_size)]
-            raise ValueError(self._out_of_range(bad[0])) from None
-        if np.count_nonzero(states == state) != count:
-            at = int(np.flatnonzero(states != state)[0])
-            raise ValueError(self._wrong_state(int(slots[at * self._page_size]), int(states[at])))
-        if count > 1 and np.count_nonzero(pages[1:] > pages[:-1]) != count - 1:
-            order = np.arange(count, dtype=np.int32)
-            self._seen[index] = order
-            again = self._seen[index] != order
-            if np.count_nonzero(again):
-                raise ValueError(f"Slot {slots[int(again.argmax()) * self._page_size]} is named twice.")
-        return index
+    def _pages_in_state(self, slots: np.ndarray, state: int) -> Pages:
+        """The pages of `slots`, which must all be in this state and distinct."""
+        numbers = slots if self._page_size == 1 else self._whole_pages(slots)
+        pages = self._pages(numbers)
+        where, in_state = pages[1], True
+        if isinstance(where, list):
+            # Runs that ascend are distinct.
+            end, row, states = 0, _ROWS[state], self._state
+            for first, stop in where:
+                if first < end or not states.startswith(row * (stop - first), first):
+                    in_state = False
+                    break
+                end = stop
+        else:
+            try:
+                in_state = self._states[where].tobytes() == _ROWS[state] * len(where)
+            except IndexError:
+                in_state = False
+            # Pages that ascend from a positive one are distinct, and none counts from the end.
+            in_state = in_state and numbers[0] > 0 and b"\0" not in (numbers[1:] > numbers[:-1]).tobytes()
+        if not in_state:
+            self._check_each(slots, numbers.astype(np.intp), state)
+        return pages
+
+    def _pages(self, numbers: np.ndarray) -> Pages:
+        """Page numbers, and as runs if they are few, for bytes of a run are set and compared at once."""
+        count = len(numbers)
+        if not count:
+            return numbers, []
+        first, last = int(numbers[0]), int(numbers[-1])
+        if (
+            last - first == count - 1
+            and first > 0
+            and self._number_bytes.startswith(numbers.tobytes(), first * numbers.itemsize)
+        ):
+            return numbers, [(first, last + 1)]
+        if count >= _MIN_RUNS:
+            breaks = np.flatnonzero(numbers[1:] - numbers[:-1] != 1)
+            if len(breaks) * _MIN_RUN < count:
+                firsts = numbers[np.concatenate([[0], breaks + 1])].tolist()
+                stops = (numbers[np.concatenate([breaks, [count - 1]])] + 1).tolist()
+                if min(firsts) > 0:
+                    return numbers, list(zip(firsts, stops, strict=True))
+        return numbers, numbers.astype(np.intp)
+
+    def _set(self, pages: Pages, state: int) -> None:
+        where = pages[1]
+        if isinstance(where, list):
+            row, states = _ROWS[state], self._state
+            for first, stop in where:
+                states[first:stop] = row * (stop - first)
+        else:
+            self._states[where] = state
+
+    def _check_each(self, slots: np.ndarray, index: np.ndarray, state: int) -> None:
+        """Names the slot that is out of range, in another state, or named twice, if there is one."""
+        outside = (index < 0) | (index >= len(self._states))
+        if np.count_nonzero(outside):
+            raise ValueError(self._out_of_range(slots[int(outside.argmax()) * self._page_size]))
+        wrong = self._states[index] != state
+        if np.count_nonzero(wrong):
+            at = int(wrong.argmax())
+            raise ValueError(self._wrong_state(int(slots[at * self._page_size]), self._state[index[at]]))
+        order = np.arange(len(index), dtype=np.int32)
+        self._seen[index] = order
+        again = self._seen[index] != order
+        if np.count_nonzero(again):
+            raise ValueError(f"Slot {slots[int(again.argmax()) * self._page_size]} is named twice.")
 
     def _out_of_range(self, slot: int) -> str:
         last = self._num_slots + self._page_size - 1

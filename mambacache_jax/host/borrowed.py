@@ -1,11 +1,11 @@
 """Free slots that someone else keeps: the allocators of a serving stack, under a tree of ours."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from mambacache_jax.host.allocator import ADOPTED, FREE, SlotAllocator, Slots
+from mambacache_jax.host.allocator import Pages, SlotAllocator, Slots
 
 
 class CallerAllocator(Protocol):
@@ -30,17 +30,16 @@ class CallerAllocator(Protocol):
 
 
 class BorrowedSlots(SlotAllocator):
-    """A caller's allocator, and beside it what the tree has adopted.
+    """A caller's allocator. Who owns which slot is the caller's affair, and so is naming its own.
 
-    The caller may allocate and free without the tree's knowledge, so of slots that are not the tree's nothing
-    is known here: what is refused is a slot that the tree has already, or no slot at all.
+    The caller may allocate and free without the tree's knowledge, so nothing is kept here. Slots must exist
+    and fill pages; whether they were the caller's to give, `check_invariants` alone can tell.
     """
 
     def __init__(self, caller: CallerAllocator, num_slots: int, page_size: int = 1) -> None:
         """Wraps a caller's allocator over slots `page_size` to `num_slots + page_size - 1`."""
         super().__init__(num_slots, page_size)
         self._caller = caller
-        self._top = 0
 
     @property
     def num_free(self) -> int:
@@ -60,36 +59,59 @@ class BorrowedSlots(SlotAllocator):
         """Takes one slot from the caller's allocator, which may raise `OutOfSlots`."""
         return int(self._caller.allocate(1)[0])
 
-    def validate(self, slots: Slots) -> np.ndarray:
-        """The pages of `slots` as an index, distinct and none of them the tree's."""
-        return self._pages_in_state(self.as_int32(slots), FREE)
+    def validate(self, slots: Slots) -> Pages:
+        """The pages of `slots`, which must exist."""
+        numbers = self.as_int32(slots)
+        if self.page_size > 1:
+            numbers = self._whole_pages(numbers)
+        if len(numbers) and (numbers.min() < 1 or numbers.max() > self.num_slots // self.page_size):
+            outside = (numbers < 1) | (numbers > self.num_slots // self.page_size)
+            raise ValueError(self._out_of_range(int(numbers[outside][0]) * self.page_size))
+        return numbers, []
 
     def validate_one(self, slot: int) -> None:
         """`validate` for one slot, where a page is one slot."""
-        self.validate([slot])
+        if not 1 <= slot <= self.num_slots:
+            raise ValueError(self._out_of_range(slot))
 
-    def free_pages(self, pages: np.ndarray) -> None:
+    def exchange(self, freed: np.ndarray, adopted: np.ndarray) -> None:
+        """Gives slots back to the caller's allocator; the tree takes over others."""
+        self.validate(adopted)
+        if len(freed):
+            self.free_pages(self.validate(freed))
+
+    def adopt_one(self, slot: int) -> None:
+        """The tree takes over a slot that `validate_one` accepted."""
+
+    def free_pages(self, pages: Pages) -> None:
         """Gives pages back to the caller's allocator."""
-        slots = pages.astype(np.int32)
+        numbers = pages[0]
         if self.page_size > 1:
-            slots = (slots[:, None] * self.page_size + self._offsets).ravel()
+            numbers = (numbers[:, None] * self.page_size + self._offsets).ravel()
+        self._caller.free(numbers)
+
+    def free_adopted(self, slots: np.ndarray) -> None:
+        """Gives slots of the tree back to the caller's allocator."""
         self._caller.free(slots)
-        self._states[pages] = FREE
 
     def free_one(self, slot: int) -> None:
         """Gives one slot back to the caller's allocator."""
-        self.free_pages(np.array([slot], np.intp))
+        self._caller.free(np.array([slot], np.int32))
+
+    def free_every_adopted(self, adopted: Callable[[], np.ndarray]) -> None:
+        """Gives all that the tree adopted back to the caller's allocator."""
+        if len(slots := adopted()):
+            self._caller.free(slots)
 
     def claim(self, slots: Slots) -> None:
         """The tree takes over slots that the caller has allocated for it, as a tree that is loaded needs."""
-        self.adopt_pages(self.validate(slots))
+        numbers, _ = self.validate(slots)
+        if len(np.unique(numbers)) != len(numbers):
+            raise ValueError("A slot is named twice.")
 
     def check_invariants(self, adopted: Sequence[int], used: Sequence[int]) -> None:
-        """Raises AssertionError unless the tree owns what it adopted, and nothing that a request owns."""
+        """Raises AssertionError if the tree owns a slot twice, or one that a request owns."""
         owned = set(adopted)
         assert len(adopted) == len(owned), f"the tree owns a slot twice: {sorted(adopted)}."
-        pages = np.flatnonzero(self._states == ADOPTED)
-        known = set((pages[:, None] * self.page_size + self._offsets).ravel().tolist())
-        assert owned == known, f"the tree owns {sorted(owned)}, and adopted {sorted(known)}."
         both = owned & set(used)
         assert not both, f"the tree and a request both own {sorted(both)}."

@@ -125,7 +125,7 @@ class EventLog:
 
     def split(self, upper: Node, lower: Node) -> None:
         """`lower` was cut: its first part is `upper` now. Nobody outside can tell."""
-        count = len(upper.kv_slots) // self._page_size
+        count = len(upper.kv) // (self._page_size * TOKEN_BYTES)
         hashes = self._hashes[lower]
         self._hashes[upper], self._hashes[lower] = hashes[:count], hashes[count:]
 
@@ -150,7 +150,7 @@ class EventLog:
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless the hashes are those of the tree's nodes, one a block."""
-        counted = {node: len(node.kv_slots) // self._page_size for node in self._tree.nodes()}
+        counted = {node: len(node.kv) // (self._page_size * TOKEN_BYTES) for node in self._tree.nodes()}
         kept = {node: len(hashes) for node, hashes in self._hashes.items()}
         assert kept == counted, f"block hashes {kept}, blocks {counted}."
 

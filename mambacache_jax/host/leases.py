@@ -31,13 +31,13 @@ class Leases:
             return Lease(None, False, shard)
         root = node.root
         tree = self._shards[shard].tree
-        if node.removed or tree.roots.get(root.namespace) is not root:
+        if node.removed or root.removed or root.owner is not tree:
             raise ValueError(
                 f"{node} has been evicted since it was found, or is another cache's: match again, and lock "
                 f"at once."
             )
         if ssm:
-            if isinstance(where, Match) and node.checkpoint_slot != where.checkpoint_slot:
+            if type(where) is Match and node.checkpoint_slot != where.checkpoint_slot:
                 self._raise_no_checkpoint(node, where)
             tree.lock_checkpoint(node)
         tree.hold(node)
@@ -138,10 +138,7 @@ class Leases:
         if lease.pinned:
             raise ValueError(f"{lease} is a pin: end it with unpin.")
         node = lease.node
-        if (
-            node is not None
-            and self._shards[lease.shard].tree.roots.get(node.root.namespace) is not node.root
-        ):
+        if node is not None and node.root.owner is not self._shards[lease.shard].tree:
             raise ValueError(f"{lease} is another cache's.")
 
     def _release(self, lease: Lease) -> None:

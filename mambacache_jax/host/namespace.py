@@ -4,9 +4,8 @@ A state depends on the weights that made it, and whom it may be shown to can dep
 apart by a namespace: None (the default), a string, bytes, an integer, or a `Namespace`.
 """
 
-import dataclasses
 import enum
-from typing import Final
+from typing import Final, NamedTuple, Self
 
 
 class _Every(enum.Enum):
@@ -19,8 +18,13 @@ EVERY: Final = _Every.EVERY
 Every = _Every
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Namespace:
+class _Fields(NamedTuple):
+    adapter: str | int | None
+    salt: str | None
+    version: int
+
+
+class Namespace(_Fields):
     """An adapter, a cache salt and a version of the weights, kept apart: no two of them can be mixed up.
 
     Attributes:
@@ -29,17 +33,17 @@ class Namespace:
       version: of the weights, where they change while the server runs.
     """
 
-    adapter: str | int | None = None
-    salt: str | None = None
-    version: int = 0
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        if type(self.adapter) not in (str, int, type(None)):
-            raise ValueError(f"adapter must be a str, an int or None, got {self.adapter!r}.")
-        if type(self.salt) not in (str, type(None)):
-            raise ValueError(f"salt must be a str or None, got {self.salt!r}.")
-        if type(self.version) is not int:
-            raise ValueError(f"version must be an int, got {self.version!r}.")
+    def __new__(cls, adapter: str | int | None = None, salt: str | None = None, version: int = 0) -> Self:
+        """Raises ValueError for anything that could equal a value of another type."""
+        if type(adapter) not in (str, int, type(None)):
+            raise ValueError(f"adapter must be a str, an int or None, got {adapter!r}.")
+        if type(salt) not in (str, type(None)):
+            raise ValueError(f"salt must be a str or None, got {salt!r}.")
+        if type(version) is not int:
+            raise ValueError(f"version must be an int, got {version!r}.")
+        return super().__new__(cls, adapter, salt, version)
 
 
 AnyNamespace = None | str | bytes | int | Namespace

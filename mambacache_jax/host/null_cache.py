@@ -4,20 +4,13 @@ from mambacache_jax.config import CacheConfig
 from mambacache_jax.host.allocator import Slots
 from mambacache_jax.host.key import TOKEN_BYTES, Stamp, Tokens, token_bytes
 from mambacache_jax.host.namespace import AnyNamespace
-from mambacache_jax.host.node import NO_KV, Node
+from mambacache_jax.host.node import NO_KV
 from mambacache_jax.host.prefix_cache import PrefixCache
-from mambacache_jax.host.results import Inserted
+from mambacache_jax.host.results import Inserted, Lease
 
 
 class NullPrefixCache(PrefixCache):
     """The same allocators without a tree: nothing is found and nothing is kept."""
-
-    def _walk(
-        self, tokens: Tokens, namespace: AnyNamespace, max_len: int | None, shard: int
-    ) -> tuple[list[Node], Node | None, int, int]:
-        """Finds nothing, and counts what was asked for."""
-        _, _, _, count = super()._walk(tokens, namespace, max_len, shard)
-        return [], None, 0, count
 
     def insert(
         self,
@@ -27,12 +20,14 @@ class NullPrefixCache(PrefixCache):
         *,
         namespace: AnyNamespace = None,
         stamp: Stamp | None = None,
-        kv_start: int = 0,
+        kv_start: int | None = None,
         length: int | None = None,
+        lease: Lease | None = None,
         shard: int = 0,
     ) -> Inserted:
         """Takes nothing over: every slot is still the caller's."""
         num_tokens = len(token_bytes(tokens)) // TOKEN_BYTES if length is None else length
+        kv_start = kv_start or 0
         slots = self._shards[shard].caller_slots(kv_slots, kv_start, num_tokens)
         end = num_tokens - num_tokens % self._page_size
         return Inserted(0, slots[: max(0, end - kv_start)].copy(), NO_KV, False, None, shard)

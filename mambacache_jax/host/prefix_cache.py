@@ -19,11 +19,11 @@ from mambacache_jax.host.allocator import SlotAllocator, Slots
 from mambacache_jax.host.borrowed import BorrowedSlots, CallerAllocator
 from mambacache_jax.host.drawing import Decode, render, to_dict
 from mambacache_jax.host.events import Event
-from mambacache_jax.host.key import TOKEN_BYTES, Stamp, Tokens, token_bytes
+from mambacache_jax.host.key import TOKEN_BYTES, Stamp, TokenBuffer, Tokens, token_bytes
 from mambacache_jax.host.leases import Leases
 from mambacache_jax.host.namespace import EVERY, AnyNamespace, Every
-from mambacache_jax.host.node import NO_KV, Node
-from mambacache_jax.host.results import Evicted, Inserted, Match
+from mambacache_jax.host.node import NO_KV, Node, Root
+from mambacache_jax.host.results import Evicted, Inserted, Lease, Match
 from mambacache_jax.host.shard import Shard, Shards
 from mambacache_jax.host.stats import SKIPS, CacheStats, Counts
 
@@ -76,30 +76,26 @@ class PrefixCache(Leases):
           max_len: look at so many tokens at most; `len(prompt) - 1` leaves one to compute logits from.
           shard: where to look.
         """
-        path, _, kv_len, count = self._walk(tokens, namespace, max_len, shard)
-        while path and not path[-1].checkpoint_slot:
-            path.pop()
-        s = self._shards[shard]
-        if not path:
-            counts = s.counts_of(namespace, False)
-            counts.matches += 1
-            counts.queried_tokens += count
-            counts.kv_matched_tokens += kv_len
-            return Match(0, NO_KV, 0, kv_len, None, shard)
-        node = path[-1]
-        counts = node.root.counts
+        s, root, path, _, kv_len, count = self._walk(tokens, namespace, max_len, shard)
+        counts = s.counts_of(namespace, False) if root is None else root.counts
         counts.matches += 1
         counts.queried_tokens += count
         counts.kv_matched_tokens += kv_len
-        counts.hit_tokens += node.position
+        while path and not path[-1].checkpoint_slot:
+            path.pop()
+        if not path:
+            return Match(0, NO_KV, 0, kv_len, None, shard)
+        node = path[-1]
+        position = node.position
+        counts.hit_tokens += position
         s.tree.touch(node)
-        return Match(node.position, _slots_of(path), node.checkpoint_slot, kv_len, node, shard)
+        return Match(position, _slots_of(path), node.checkpoint_slot, kv_len, node, shard)
 
     def probe(
         self, tokens: Tokens, namespace: AnyNamespace = None, max_len: int | None = None, *, shard: int = 0
     ) -> Match:
         """What `match` would find; neither recency nor statistics can tell that it was asked."""
-        path, _, kv_len, _ = self._walk(tokens, namespace, max_len, shard)
+        _, _, path, _, kv_len, _ = self._walk(tokens, namespace, max_len, shard)
         while path and not path[-1].checkpoint_slot:
             path.pop()
         if not path:
@@ -115,8 +111,8 @@ class PrefixCache(Leases):
         Leaves recency and statistics alone: such a request has matched already. Lock it with `ssm=False`;
         where it ends inside a node, the whole node is held.
         """
-        path, cut, kv_len, _ = self._walk(tokens, namespace, max_len, shard)
-        if cut is not None and kv_len > cut.position - len(cut.kv_slots):
+        _, _, path, cut, kv_len, _ = self._walk(tokens, namespace, max_len, shard)
+        if cut is not None and kv_len > cut.position - len(cut.kv) // TOKEN_BYTES:
             path.append(cut)
         if not path:
             return Match(0, NO_KV, 0, 0, None, shard)
@@ -130,8 +126,9 @@ class PrefixCache(Leases):
         *,
         namespace: AnyNamespace = None,
         stamp: Stamp | None = None,
-        kv_start: int = 0,
+        kv_start: int | None = None,
         length: int | None = None,
+        lease: Lease | None = None,
         shard: int = 0,
     ) -> Inserted:
         """Hands computed tokens to the tree, which owns their slots from then on.
@@ -147,7 +144,9 @@ class PrefixCache(Leases):
             Adopted unless the node has a checkpoint already.
           namespace: see `match`.
           stamp: what the checkpoint was made from; counted from `tokens` if left out, which checks nothing.
-          kv_start: positions below, whole pages, are known to be in the tree, and held by a lease.
+          kv_start: positions below, whole pages, are known to be in the tree; 0 if left out.
+          lease: the caller's own on a prefix of the tokens. The tree goes on from there instead of comparing
+            the prefix again, and `kv_start` is where it ends. A lease on nothing changes nothing.
           length: insert the first so many tokens; all if left out. Spares a growing request a copy.
           shard: whose slots they are.
 
@@ -157,7 +156,7 @@ class PrefixCache(Leases):
             `kv_start`. Nothing was changed, as after a StampMismatch.
         """
         return self._shards[shard].insert(
-            tokens, kv_slots, checkpoint_slot, namespace, stamp, kv_start, length
+            tokens, kv_slots, checkpoint_slot, namespace, stamp, kv_start, length, lease
         )
 
     def allocate_kv(self, num_slots: int, *, shard: int = 0) -> np.ndarray:
@@ -351,17 +350,19 @@ class PrefixCache(Leases):
 
     def _walk(
         self, tokens: Tokens, namespace: AnyNamespace, max_len: int | None, shard: int
-    ) -> tuple[list[Node], Node | None, int, int]:
-        """`RadixTree.walk` of at most `max_len` tokens, and how many tokens those are."""
-        key, s = token_bytes(tokens), self._shards[shard]
+    ) -> tuple[Shard, Root | None, list[Node], Node | None, int, int]:
+        """Where `RadixTree.walk` was done, what it returned, and how many tokens it looked at."""
+        s = self._shards[shard]
+        key = tokens.data if type(tokens) is TokenBuffer else token_bytes(tokens)
         count = len(key) // TOKEN_BYTES
         if max_len is not None and max_len < count:
             if max_len < 0:
                 raise ValueError(f"max_len must not be negative, got {max_len}.")
             count = max_len
         end = (count - count % self._page_size) * TOKEN_BYTES
-        path, cut, kv_len = s.tree.walk(key, end, s.root(namespace))
-        return path, cut, kv_len, count
+        root = s.root(namespace)
+        path, cut, kv_len = s.tree.walk(key, end, root)
+        return s, root, path, cut, kv_len, count
 
 
 def _allocators(
@@ -377,4 +378,5 @@ def _allocators(
 
 
 def _slots_of(path: list[Node]) -> np.ndarray:
-    return np.concatenate([node.kv_slots for node in path]) if len(path) > 1 else path[0].kv_slots.copy()
+    """The KV slots of a path, in memory of the caller's own."""
+    return np.frombuffer(bytearray().join([node.kv for node in path]), np.int32)

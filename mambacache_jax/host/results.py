@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mambacache_jax.host.key import EMPTY_HASH, Stamp
 from mambacache_jax.host.node import Node
 
 
@@ -33,13 +32,6 @@ class Match(NamedTuple):
     def branch_position(self) -> int | None:
         """Where a checkpoint is missing though KV is shared: one there lets the next prompt hit."""
         return self.kv_len if self.kv_len > self.prefix_len else None
-
-    @property
-    def stamp(self) -> Stamp:
-        """The checkpoint's stamp, for `TokenBuffer.resume`."""
-        if not self.checkpoint_slot or self.node is None or self.node.token_hash is None:
-            return Stamp(0, EMPTY_HASH)
-        return Stamp(self.node.position, self.node.token_hash)
 
 
 class Inserted(NamedTuple):

@@ -4,6 +4,7 @@
 """
 
 import operator
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -11,10 +12,10 @@ from mambacache_jax.config import CacheConfig
 from mambacache_jax.errors import StampMismatch
 from mambacache_jax.host.allocator import SlotAllocator, Slots
 from mambacache_jax.host.events import EventLog
-from mambacache_jax.host.key import TOKEN_BYTES, Stamp, TokenBuffer, Tokens, checked_bytes
+from mambacache_jax.host.key import TOKEN_BYTES, Stamp, TokenBuffer, Tokens, checked_bytes, hash_at
 from mambacache_jax.host.namespace import EVERY, AnyNamespace, Every, check_namespace
 from mambacache_jax.host.node import NO_KV, Node, Root
-from mambacache_jax.host.results import Evicted, Inserted
+from mambacache_jax.host.results import Evicted, Inserted, Lease
 from mambacache_jax.host.stats import Counts, Sizes
 from mambacache_jax.host.tree import RadixTree
 
@@ -73,70 +74,69 @@ class Shard:
         checkpoint_slot: int,
         namespace: AnyNamespace,
         stamp: Stamp | None,
-        kv_start: int,
+        kv_start: int | None,
         length: int | None,
+        lease: Lease | None,
     ) -> Inserted:
         """See `PrefixCache.insert`."""
-        key, tree, page_size = checked_bytes(tokens), self.tree, self._page_size
+        key = tokens.data if type(tokens) is TokenBuffer else checked_bytes(tokens)
+        tree, page_size = self.tree, self._page_size
         num_tokens = len(key) // TOKEN_BYTES
         if length is not None:
             if not 0 <= length <= num_tokens:
                 raise ValueError(f"length must be in [0, {num_tokens}], the tokens given, got {length}.")
             num_tokens = length
         end = num_tokens - num_tokens % page_size
+        if lease is None or lease.node is None:
+            above = root = self.root(namespace)
+            kv_start = kv_start or 0
+        else:
+            above = self._leased_node(lease, key, num_tokens, namespace, kv_start)
+            root, kv_start = above.root, above.position
         slots = self.caller_slots(kv_slots, kv_start, num_tokens)
-        root = self.root(namespace)
-        path, cut, reached = tree.walk(key, end * TOKEN_BYTES, root)
+        path, cut, reached = tree.walk(key, end * TOKEN_BYTES, above)
         if reached < kv_start and reached < end:
             raise ValueError(f"The tree has {reached} of these tokens, and kv_start says {kv_start}.")
-        canonical = slots[: max(0, end - kv_start)].copy()
-        overlap, duplicates = max(0, reached - kv_start), NO_KV
-        if overlap:
+        canonical = fresh = slots if end == num_tokens else slots[: max(0, end - kv_start)]
+        duplicates = NO_KV
+        if reached > kv_start:
+            overlap, canonical = reached - kv_start, canonical.copy()
             canonical[:overlap] = _tree_slots(path, cut, kv_start, reached)
-            duplicates = self._differing(slots[:overlap], canonical[:overlap])
-        fresh = canonical[overlap:]
-        mine = np.concatenate([duplicates, fresh]) if len(duplicates) else fresh
-        pages = self.kv.validate(mine) if len(mine) else NO_KV
-        token_hash = 0
-        checkpoint_slot = operator.index(checkpoint_slot)
+            duplicates, fresh = self._differing(slots[:overlap], canonical[:overlap]), canonical[overlap:]
         if checkpoint_slot:
+            checkpoint_slot = operator.index(checkpoint_slot)
             self.ssm.validate_one(checkpoint_slot)
-            token_hash = self._checked_hash(path, key, num_tokens, tokens, stamp)
-        # From here on only the first call of an allocator can fail, and nothing has been changed before it.
-        num_duplicates = len(duplicates) // page_size
-        if num_duplicates:
-            self.kv.free_pages(pages[:num_duplicates])
+            if not num_tokens or end != num_tokens:
+                self._raise_position(num_tokens)
+            if stamp is not None and not stamp.is_of(tokens, num_tokens):
+                raise StampMismatch(
+                    f"The checkpoint has the stamp {stamp}, and these tokens have "
+                    f"{Stamp(num_tokens, hash_at(tokens, num_tokens))}: it is the state of others."
+                )
+        # This is the last that can fail, and what fails changes nothing.
+        self.kv.exchange(duplicates, fresh)
         counts = self.counts_of(namespace, end > 0) if root is None else root.counts
+        counts.inserts += 1
+        counts.duplicate_kv += len(duplicates)
         if cut is not None:
             upper = tree.split(cut, reached)
             path.append(upper)
             if self.log is not None:
                 self.log.split(upper, cut)
-        node = path[-1] if path else None
-        if len(fresh):
-            self.kv.adopt_pages(pages[num_duplicates:])
-            with memoryview(key) as view:
-                run = bytes(view[reached * TOKEN_BYTES : end * TOKEN_BYTES])
-            node = tree.add_leaf(node or tree.root(namespace, counts), run, fresh.copy())
-            path.append(node)
+        node = path[-1] if path else above if end else None
+        if reached < end:
+            run = key[reached * TOKEN_BYTES : end * TOKEN_BYTES]
+            node = tree.add_leaf(node or tree.root(namespace, counts), run, fresh.tobytes())
             if self.log is not None:
                 self.log.stored(node)
         adopted = False
         if checkpoint_slot:
             assert node is not None, "a checkpoint was let in at position 0."
-            adopted = not node.checkpoint_slot
-            if adopted:
-                self.ssm.adopt_one(checkpoint_slot)
-                tree.set_checkpoint(node, checkpoint_slot, token_hash)
-                counts.adopted += 1
-                if self.log is not None:
-                    self.log.checkpoint_stored(node)
-                if self._path_cap is not None:
-                    self._keep_path_cap(path, self._path_cap)
-            else:
+            if node.checkpoint_slot:
                 counts.occupied += 1
-        counts.inserts += 1
-        counts.duplicate_kv += len(duplicates)
+            else:
+                adopted = True
+                self._adopt(node, checkpoint_slot)
         return Inserted(reached, canonical, duplicates, adopted, node, self.index)
 
     def caller_slots(self, kv_slots: Slots, kv_start: int, num_tokens: int) -> np.ndarray:
@@ -170,17 +170,16 @@ class Shard:
         if namespace is EVERY:
             for root in tree.roots.values():
                 root.removed = True
-            self.kv.free_every_adopted()
-            self.ssm.free_every_adopted()
+            self.kv.free_every_adopted(lambda: _kv_slots(tree.nodes()))
+            self.ssm.free_every_adopted(lambda: _states(tree.nodes()))
             tree.clear()
             if self.log is not None:
                 self.log.cleared()
         elif (root := self.root(namespace)) is not None:
             nodes = list(tree.nodes(root))
-            states = [node.checkpoint_slot for node in nodes if node.checkpoint_slot]
-            self.kv.free_adopted(np.concatenate([node.kv_slots for node in nodes]))
-            if states:
-                self.ssm.free_adopted(np.array(states, np.int32))
+            self.kv.free_adopted(_kv_slots(nodes))
+            if len(states := _states(nodes)):
+                self.ssm.free_adopted(states)
             tree.remove_root(root, nodes)
             self._forget_counts(root)
             if self.log is not None:
@@ -208,8 +207,8 @@ class Shard:
         return Sizes(
             nodes=len(nodes),
             tombstones=len(nodes) - len(states),
-            kv_cached=sum(len(node.kv_slots) for node in nodes),
-            kv_protected=sum(len(node.kv_slots) for node in nodes if node.held),
+            kv_cached=sum(len(node.kv) for node in nodes) // TOKEN_BYTES,
+            kv_protected=sum(len(node.kv) for node in nodes if node.held) // TOKEN_BYTES,
             ssm_cached=len(states),
             ssm_protected=sum(1 for node in states if node.ssm_lock),
             leases=root.leases,
@@ -228,16 +227,14 @@ class Shard:
             self.log.check_invariants()
 
     def _evict_leaves(self, kv: int) -> Evicted:
-        tree, popped, freed = self.tree, [], 0
-        while freed < kv and (taken := tree.pop_leaf()) is not None:
-            popped.append(taken)
-            freed += len(taken[0].kv_slots)
+        tree = self.tree
+        popped = tree.pop_leaves(kv)
         if not popped:
             return Evicted(0, 0)
-        runs = [leaf.kv_slots for leaf, _, _ in popped]
+        slots = _kv_slots([leaf for leaf, _, _ in popped])
         states = [leaf.checkpoint_slot for leaf, _, _ in popped if leaf.checkpoint_slot]
         try:
-            self.kv.free_adopted(runs[0] if len(runs) == 1 else np.concatenate(runs))
+            self.kv.free_adopted(slots)
         except BaseException:
             for taken in reversed(popped):
                 tree.put_back(*taken)
@@ -246,37 +243,62 @@ class Shard:
             self.ssm.free_one(states[0])
         elif states:
             self.ssm.free_adopted(np.array(states, np.int32))
-        for leaf, _, _ in popped:
-            counts = leaf.root.counts
-            counts.kv_evicted += len(leaf.kv_slots)
+        for leaf, parent, _ in popped:
+            root = leaf.root
+            root.counts.kv_evicted += leaf.position - parent.position
             if leaf.checkpoint_slot:
-                counts.ssm_lost_with_kv += 1
+                root.counts.ssm_lost_with_kv += 1
                 tree.settle(leaf)
             if self.log is not None:
                 self.log.removed(leaf)
-            if leaf.root.namespace not in tree.roots:
-                self._forget_counts(leaf.root)
-        return Evicted(freed, len(states))
+            if not root.children:
+                self._forget_counts(root)
+        return Evicted(len(slots), len(states))
 
     def _forget_counts(self, root: Root) -> None:
         """Where there are too many namespaces, those that have no nodes any more are not kept apart."""
         if len(self.counts) > MAX_NAMESPACES and root.namespace in self.counts:
             self.others.add(self.counts.pop(root.namespace))
 
-    def _keep_path_cap(self, path: list[Node], cap: int) -> None:
+    def _keep_path_cap(self, newest: Node, cap: int) -> None:
         """Drops the shallowest checkpoints past the cap that nobody is likely to resume.
 
         The newest one, those where paths part, and those that a lease holds stay, cap or not.
         """
-        with_state = [node for node in path if node.checkpoint_slot]
+        with_state: list[Node] = []
+        node = newest
+        while (parent := node.parent) is not None:
+            if node.checkpoint_slot:
+                with_state.append(node)
+            node = parent
         excess = len(with_state) - cap
-        for node in with_state[:-1]:
+        for node in reversed(with_state[1:]):
             if excess <= 0:
                 return
             if len(node.children) == 1 and not node.ssm_lock:
                 self.drop_checkpoint(node)
                 node.root.counts.path_cap += 1
                 excess -= 1
+
+    def _leased_node(
+        self, lease: Lease, key: bytes, num_tokens: int, namespace: AnyNamespace, kv_start: int | None
+    ) -> Node:
+        """The node that a lease holds, once it is sure that these tokens go on from it."""
+        node = lease.node
+        assert node is not None, "a lease on nothing starts at the root."
+        if lease.released:
+            raise ValueError(f"{lease} has been released already.")
+        root = node.root
+        if root.owner is not self.tree:
+            raise ValueError(f"{lease} holds nothing of shard {self.index} of this cache.")
+        if namespace is not root.namespace and namespace != root.namespace:
+            raise ValueError(f"{lease} holds a prefix of {root.namespace!r}, not of {namespace!r}.")
+        start = node.position * TOKEN_BYTES - len(node.tokens)
+        if num_tokens < node.position or not key.startswith(node.tokens, start):
+            raise ValueError(f"These {num_tokens} tokens do not begin with the prefix of {lease}.")
+        if kv_start is not None and kv_start != node.position:
+            raise ValueError(f"kv_start is {kv_start}, and {lease} ends at {node.position}: leave it out.")
+        return node
 
     def _differing(self, mine: np.ndarray, canonical: np.ndarray) -> np.ndarray:
         """The caller's slots of the pages whose slots are not the tree's."""
@@ -285,25 +307,20 @@ class Shard:
             differs = np.repeat(differs.reshape(-1, self._page_size).any(axis=1), self._page_size)
         return mine[differs]
 
-    def _checked_hash(
-        self, path: list[Node], key: bytes | bytearray, position: int, tokens: Tokens, stamp: Stamp | None
-    ) -> int:
-        """Hash of `position` tokens, once it is sure that the checkpoint is the state after them."""
-        if not position or position % self._page_size:
-            raise StampMismatch(
-                f"A checkpoint belongs at a positive multiple of page_size={self._page_size}, "
-                f"not at {position}."
-            )
-        if isinstance(tokens, TokenBuffer):
-            token_hash = tokens.stamp(position).token_hash
-        else:
-            token_hash = self.tree.hash_at(path, key, position * TOKEN_BYTES)
-        if stamp is not None and stamp != (position, token_hash):
-            raise StampMismatch(
-                f"The checkpoint was stamped {tuple(stamp)}, and these tokens are {(position, token_hash)}: "
-                f"it is the state of others."
-            )
-        return token_hash
+    def _adopt(self, node: Node, checkpoint_slot: int) -> None:
+        """The tree takes over a checkpoint for a tombstone."""
+        self.ssm.adopt_one(checkpoint_slot)
+        self.tree.set_checkpoint(node, checkpoint_slot)
+        node.root.counts.adopted += 1
+        if self.log is not None:
+            self.log.checkpoint_stored(node)
+        if self._path_cap is not None:
+            self._keep_path_cap(node, self._path_cap)
+
+    def _raise_position(self, position: int) -> None:
+        raise StampMismatch(
+            f"A checkpoint belongs at a positive multiple of page_size={self._page_size}, not at {position}."
+        )
 
 
 class Shards(dict[int, Shard]):
@@ -313,11 +330,20 @@ class Shards(dict[int, Shard]):
         raise ValueError(f"There is no shard {shard!r}; there are {len(self)}, counted from 0.")
 
 
+def _kv_slots(nodes: Iterable[Node]) -> np.ndarray:
+    """KV slots of all these nodes, int32."""
+    return np.frombuffer(b"".join([node.kv for node in nodes]), np.int32)
+
+
+def _states(nodes: Iterable[Node]) -> np.ndarray:
+    """Checkpoint slots of those of these nodes that have one, int32."""
+    return np.array([node.checkpoint_slot for node in nodes if node.checkpoint_slot], np.int32)
+
+
 def _tree_slots(path: list[Node], cut: Node | None, start: int, end: int) -> np.ndarray:
     """The tree's KV slots of positions `[start, end)` along a walk."""
     nodes = [node for node in path if node.position > start]
     if cut is not None:
         nodes.append(cut)
-    slots = np.concatenate([node.kv_slots for node in nodes])
-    first = nodes[0].position - len(nodes[0].kv_slots)
-    return slots[start - first : end - first]
+    first = nodes[0].position - len(nodes[0].kv) // TOKEN_BYTES
+    return np.frombuffer(b"".join([node.kv for node in nodes]), np.int32)[start - first : end - first]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FORMAT = "mambacache-tree-1"
 
-_COLUMNS = ("parent", "namespace", "count", "slot", "hash", "stamp", "rank")
+_COLUMNS = ("parent", "namespace", "count", "slot", "stamp", "rank")
 
 
 class Saved(NamedTuple):
@@ -52,9 +52,8 @@ def save(path: str | Path, config: CacheConfig, trees: Sequence[RadixTree]) -> N
             (
                 -1 if node.parent is None or node.parent.parent is None else number[node.parent],
                 namespaces.setdefault(node.root.namespace, len(namespaces)),
-                len(node.kv_slots),
+                len(node.kv) // TOKEN_BYTES,
                 node.checkpoint_slot,
-                -1 if node.token_hash is None else node.token_hash,
                 node.stamp,
                 rank.get(node, 0),
             )
@@ -63,7 +62,7 @@ def save(path: str | Path, config: CacheConfig, trees: Sequence[RadixTree]) -> N
         columns = np.array(rows, np.int64).reshape(len(rows), len(_COLUMNS))
         arrays |= {f"{shard}/{name}": columns[:, at] for at, name in enumerate(_COLUMNS)}
         arrays[f"{shard}/tokens"] = np.frombuffer(b"".join(node.tokens for node in nodes), "<i4")
-        arrays[f"{shard}/kv_slots"] = np.concatenate([np.zeros(0, np.int32), *(n.kv_slots for n in nodes)])
+        arrays[f"{shard}/kv_slots"] = np.frombuffer(b"".join(node.kv for node in nodes), np.int32)
     header = {
         "format": FORMAT,
         "config": dataclasses.asdict(config),
@@ -139,24 +138,23 @@ def _build(shard: "Shard", namespaces: list[AnyNamespace], columns: dict[str, np
     assert len(kv_slots) == total, f"{total} KV slots are needed, {len(kv_slots)} are there."
     assert not total or columns["tokens"].min() >= 0, "a token is negative."
     table = zip(*(columns[name].tolist() for name in _COLUMNS), ends.tolist(), strict=True)
-    for parent, namespace, count, slot, token_hash, _, _, end in table:
+    for parent, namespace, count, slot, _, _, end in table:
         assert count > 0, "a node has no tokens."
         assert -1 <= parent < len(nodes), "a node comes before its parent."
         root = tree.root(namespaces[namespace], shard.counts_of(namespaces[namespace], True))
         above = root if parent < 0 else nodes[parent]
         run = tokens[(end - count) * TOKEN_BYTES : end * TOKEN_BYTES]
-        node = tree.add_leaf(above, run, kv_slots[end - count : end].copy())
-        node.token_hash = None if token_hash < 0 else token_hash
+        node = tree.add_leaf(above, run, kv_slots[end - count : end].tobytes())
         nodes.append(node)
         if slot:
-            tree.set_checkpoint(node, slot, token_hash)
+            tree.set_checkpoint(node, slot)
     tree.reorder(nodes, columns["stamp"].tolist(), columns["rank"].tolist())
     return nodes
 
 
 def _to_json(namespace: AnyNamespace) -> dict[str, Any]:
     if isinstance(namespace, Namespace):
-        return {"Namespace": dataclasses.asdict(namespace)}
+        return {"Namespace": namespace._asdict()}
     if isinstance(namespace, bytes):
         return {"bytes": namespace.hex()}
     return {"plain": namespace}

@@ -6,12 +6,9 @@ child goes, which gives leaves the same order as stamping whole paths would. A l
 ancestor that is held already, so what may be evicted is known without counting.
 """
 
-import struct
 from collections.abc import Iterator
 
-import numpy as np
-
-from mambacache_jax.host.key import EMPTY_HASH, TOKEN_BYTES, common_len, extend_hash
+from mambacache_jax.host.key import TOKEN_BYTES, common_len
 from mambacache_jax.host.lru import CheckpointOrder, LeafQueue
 from mambacache_jax.host.namespace import AnyNamespace
 from mambacache_jax.host.node import Node, Root
@@ -33,7 +30,6 @@ class RadixTree:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
-        self._page_at = struct.Struct(f"{self._page_bytes}s").unpack_from
         self._clock = 0
         self.clear()
 
@@ -53,21 +49,19 @@ class RadixTree:
                 yield node
             stack.extend(reversed(node.children.values()))
 
-    def walk(
-        self, key: bytes | bytearray, end: int, root: Root | None
-    ) -> tuple[list[Node], Node | None, int]:
-        """Follows `key[:end]` from `root`, `end` in bytes and on a page boundary.
+    def walk(self, key: bytes, end: int, start: Node | None) -> tuple[list[Node], Node | None, int]:
+        """Follows `key[:end]` from the end of `start`, a root or a node of the key's path; `end` in bytes.
 
         Returns:
           The nodes that the key runs through to their end; the node in which it ends or leaves the tree, or
           None; and the tokens that it shares with the tree, whole pages.
         """
         path: list[Node] = []
-        if root is None:
+        if start is None:
             return path, None, 0
-        at, page_at, children = 0, self._page_at, root.children
+        at, page_bytes, children = start.position * TOKEN_BYTES, self._page_bytes, start.children
         while at < end:
-            node = children.get(page_at(key, at)[0])
+            node = children.get(key[at : at + page_bytes])
             if node is None:
                 break
             tokens = node.tokens
@@ -94,23 +88,23 @@ class RadixTree:
         """
         parent = node.parent
         assert parent is not None, "a root has no run to split."
-        count = position - parent.position
-        cut = count * TOKEN_BYTES
-        upper = Node(node.tokens[:cut], node.kv_slots[:count].copy(), parent, position, node.stamp)
-        parent.children[self._first_page(upper)] = upper
-        node.tokens, node.kv_slots, node.parent = node.tokens[cut:], node.kv_slots[count:].copy(), upper
-        upper.children[self._first_page(node)] = node
+        cut = (position - parent.position) * TOKEN_BYTES
+        upper = Node(node.tokens[:cut], node.kv[:cut], parent, position, node.stamp)
+        parent.add_child(self._first_page(upper), upper)
+        node.tokens, node.kv, node.parent = node.tokens[cut:], node.kv[cut:], upper
+        upper.add_child(self._first_page(node), node)
         upper.held = 1 if node.held else 0
         self.num_nodes += 1
         return upper
 
-    def add_leaf(self, parent: Node, tokens: bytes, kv_slots: np.ndarray) -> Node:
-        """Hangs a new leaf, the most recently used node, under `parent`; `kv_slots` is the tree's."""
+    def add_leaf(self, parent: Node, tokens: bytes, kv: bytes) -> Node:
+        """Hangs a new leaf, the most recently used node, under `parent`; `kv` are its slots, as int32."""
         self._clock += 1
-        leaf = Node(tokens, kv_slots, parent, parent.position + len(kv_slots), self._clock)
-        parent.children[self._first_page(leaf)] = leaf
+        count = len(tokens) // TOKEN_BYTES
+        leaf = Node(tokens, kv, parent, parent.position + count, self._clock)
+        parent.add_child(tokens[: self._page_bytes], leaf)
         self.num_nodes += 1
-        self.num_kv += len(kv_slots)
+        self.num_kv += count
         self._leaves.push(leaf)
         return leaf
 
@@ -118,19 +112,8 @@ class RadixTree:
         """The root of a namespace, made with these counts if need be; a node must follow."""
         root = self.roots.get(namespace)
         if root is None:
-            root = self.roots[namespace] = Root(namespace, counts)
+            root = self.roots[namespace] = Root(namespace, counts, self)
         return root
-
-    def hash_at(self, path: list[Node], key: bytes | bytearray, end: int) -> int:
-        """Hash of `key[:end]`, `end` in bytes, from the deepest hash known on `path`."""
-        for node in reversed(path):
-            if node.token_hash is not None:
-                start, known = node.position * TOKEN_BYTES, node.token_hash
-                break
-        else:
-            start, known = 0, EMPTY_HASH
-        with memoryview(key) as view:
-            return extend_hash(known, view[start:end])
 
     def hold(self, node: Node) -> None:
         """Keeps a node and its ancestors from eviction, until `release`."""
@@ -169,9 +152,9 @@ class RadixTree:
         if not node.ssm_lock and node.checkpoint_slot:
             self.protected_ssm -= 1
 
-    def set_checkpoint(self, node: Node, slot: int, token_hash: int) -> None:
+    def set_checkpoint(self, node: Node, slot: int) -> None:
         """Gives a tombstone a checkpoint, which is protected at once if the node's is locked."""
-        node.checkpoint_slot, node.token_hash = slot, token_hash
+        node.checkpoint_slot = slot
         self.checkpoints[node] = None
         if node.ssm_lock:
             self.protected_ssm += 1
@@ -182,40 +165,46 @@ class RadixTree:
         del self.checkpoints[node]
         return slot
 
-    def pop_leaf(self) -> tuple[Node, Node, int] | None:
-        """Takes the least recently used leaf that nobody holds out of the tree, its checkpoint still set.
+    def pop_leaves(self, num_kv: int) -> list[tuple[Node, Node, int]]:
+        """Takes the least recently used leaves that nobody holds out of the tree, checkpoints still set.
+
+        A parent left without children is a leaf from then on, as recent as its children were.
+
+        Args:
+          num_kv: stop when the leaves taken have so many KV slots.
 
         Returns:
-          The leaf, its parent and the parent's stamp before: for `put_back`, or for `settle` once the slots
-          are free. None if there is no such leaf.
+          Each leaf, its parent and the parent's stamp before: for `put_back`, or for `settle` once the slots
+          are free.
         """
-        leaf = self._leaves.pop()
-        if leaf is None:
-            return None
-        parent = leaf.parent
-        assert parent is not None, "a root was queued for eviction."
-        stamp = parent.stamp
-        del parent.children[self._first_page(leaf)]
-        leaf.parent, leaf.removed = None, True
-        self.num_nodes -= 1
-        self.num_kv -= len(leaf.kv_slots)
-        parent.stamp = max(stamp, leaf.stamp)
-        if not parent.children:
-            if parent.parent is None:
-                del self.roots[leaf.root.namespace]
-            elif not parent.held:
-                self._leaves.push(parent)
-        return leaf, parent, stamp
+        popped: list[tuple[Node, Node, int]] = []
+        leaves, page_bytes, freed = self._leaves, self._page_bytes, 0
+        while freed < num_kv and (leaf := leaves.pop()) is not None:
+            parent = leaf.parent
+            assert parent is not None, "a root was queued for eviction."
+            popped.append((leaf, parent, parent.stamp))
+            freed += leaf.position - parent.position
+            parent.remove_child(leaf.tokens[:page_bytes])
+            leaf.parent, leaf.removed = None, True
+            parent.stamp = max(parent.stamp, leaf.stamp)
+            if not parent.children:
+                if parent.parent is None:
+                    del self.roots[leaf.root.namespace]
+                elif not parent.held:
+                    leaves.push(parent)
+        self.num_nodes -= len(popped)
+        self.num_kv -= freed
+        return popped
 
     def put_back(self, leaf: Node, parent: Node, stamp: int) -> None:
-        """Undoes the last `pop_leaf` that is neither undone nor settled."""
-        parent.children[self._first_page(leaf)] = leaf
+        """Takes back a popped leaf; the last popped goes first."""
+        parent.add_child(self._first_page(leaf), leaf)
         parent.stamp = stamp
         leaf.parent, leaf.removed = parent, False
         if parent.parent is None:
             self.roots[leaf.root.namespace] = leaf.root
         self.num_nodes += 1
-        self.num_kv += len(leaf.kv_slots)
+        self.num_kv += leaf.position - parent.position
         self._leaves.push(leaf)
 
     def settle(self, leaf: Node) -> None:
@@ -230,7 +219,7 @@ class RadixTree:
             node.removed = True
             if node.checkpoint_slot:
                 del self.checkpoints[node]
-            self.num_kv -= len(node.kv_slots)
+            self.num_kv -= len(node.kv) // TOKEN_BYTES
         self.num_nodes -= len(nodes)
         del self.roots[root.namespace]
         self._leaves.purge()
@@ -247,7 +236,7 @@ class RadixTree:
         self._leaves.refresh()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless links, keys, hashes, locks, sums and orders of eviction all agree."""
+        """Raises AssertionError unless links, keys, locks, sums and orders of eviction all agree."""
         nodes = list(self.nodes())
         for namespace, root in self.roots.items():
             assert root.namespace == namespace, f"the root of {namespace!r} says {root.namespace!r}."
@@ -260,11 +249,8 @@ class RadixTree:
             leases = sum(node.held - sum(1 for c in node.children.values() if c.held) for node in below)
             assert leases == root.leases, f"{leases} leases counted below {namespace!r}, not {root.leases}."
             assert 0 <= root.pins <= leases, f"{root.pins} pins and {leases} leases below {namespace!r}."
-        hashes: dict[Node, int] = {}
         for node in nodes:
-            assert node.parent is not None
-            hashes[node] = extend_hash(hashes.get(node.parent, EMPTY_HASH), node.tokens)
-            self._check_node(node, hashes[node])
+            self._check_node(node)
             self._check_children(node)
         with_checkpoint = {node for node in nodes if node.checkpoint_slot}
         assert set(self.checkpoints) == with_checkpoint, "the order of checkpoints misses or keeps a node."
@@ -276,25 +262,21 @@ class RadixTree:
             assert node.queued or not free_leaf, f"{node} can be evicted and is not queued."
         counted = (
             len(nodes),
-            sum(len(node.kv_slots) for node in nodes),
-            sum(len(node.kv_slots) for node in nodes if node.held),
+            sum(len(node.kv) for node in nodes) // TOKEN_BYTES,
+            sum(len(node.kv) for node in nodes if node.held) // TOKEN_BYTES,
             sum(1 for node in with_checkpoint if node.ssm_lock),
         )
         kept = (self.num_nodes, self.num_kv, self.protected_kv, self.protected_ssm)
         assert kept == counted, f"nodes, KV, protected KV and checkpoints are {kept}, counted {counted}."
 
-    def _check_node(self, node: Node, token_hash: int) -> None:
+    def _check_node(self, node: Node) -> None:
         assert node.parent is not None
         assert not node.removed, f"{node} is in the tree and marked as removed."
         tokens = len(node.tokens) // TOKEN_BYTES
         assert tokens, f"{node} has an empty run."
         assert tokens % self._page_size == 0, f"{node} has a run of {tokens} tokens, no whole pages."
-        assert node.kv_slots.dtype == np.int32, f"{node} has {node.kv_slots.dtype} KV slots."
-        assert len(node.kv_slots) == tokens, f"{node} has {tokens} tokens."
+        assert len(node.kv) == len(node.tokens), f"{node} has {tokens} tokens."
         assert node.position == node.parent.position + tokens, f"{node} is not where its parent ends."
-        known = node.token_hash
-        assert known in (None, token_hash), f"{node} has the hash of other tokens."
-        assert not node.checkpoint_slot or known is not None, f"{node} has a checkpoint without a stamp."
         held_children = sum(1 for child in node.children.values() if child.held)
         assert node.held >= held_children, f"{node} is held {node.held} times, its children {held_children}."
         assert node.ssm_lock >= 0, f"{node} has a checkpoint lock of {node.ssm_lock}."

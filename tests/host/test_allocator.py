@@ -21,12 +21,13 @@ def test_an_allocation_is_int32_and_never_a_view_of_the_free_list():
     assert allocator.allocate(3).tolist() == [4, 5, 6]
 
 
-def test_what_was_freed_last_is_handed_out_first_and_in_the_same_order():
+def test_what_was_freed_last_is_handed_out_first_and_in_ascending_order():
     allocator = SlotAllocator(8)
     allocator.allocate(6)
     allocator.free([5, 2])
     allocator.free([3])
-    assert allocator.allocate(4).tolist() == [3, 5, 2, 7]
+    assert allocator.allocate(3).tolist() == [2, 3, 5]
+    assert allocator.allocate(1).tolist() == [7]
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from mambacache_jax.host.key import TOKEN_BYTES, path_hash, token_bytes
+from mambacache_jax.host.key import TOKEN_BYTES, token_bytes
 from mambacache_jax.host.lru import CheckpointOrder, LeafQueue
-from mambacache_jax.host.node import NO_KV, Node, Root
+from mambacache_jax.host.node import Node, Root
 from mambacache_jax.host.stats import Counts
 from mambacache_jax.host.tree import RadixTree
 
@@ -21,9 +21,9 @@ def grow(tree: RadixTree, tokens: list[int], checkpoint_slot: int = 0, namespace
     node = path[-1] if path else tree.root(namespace, Counts())
     if reached < len(tokens):
         kv_slots = np.arange(100 + reached, 100 + len(tokens), dtype=np.int32)
-        node = tree.add_leaf(node, bytes(key[reached * TOKEN_BYTES :]), kv_slots)
+        node = tree.add_leaf(node, key[reached * TOKEN_BYTES :], kv_slots.tobytes())
     if checkpoint_slot:
-        tree.set_checkpoint(node, checkpoint_slot, path_hash(key))
+        tree.set_checkpoint(node, checkpoint_slot)
     tree.check_invariants()
     return node
 
@@ -36,12 +36,11 @@ def walked(tree: RadixTree, tokens: list[int], namespace: str | None = None) -> 
 
 
 def evict_leaf(tree: RadixTree) -> Node | None:
-    taken = tree.pop_leaf()
-    if taken is None:
-        return None
-    tree.settle(taken[0])
-    tree.check_invariants()
-    return taken[0]
+    for leaf, _, _ in tree.pop_leaves(1):
+        tree.settle(leaf)
+        tree.check_invariants()
+        return leaf
+    return None
 
 
 def evict_order(tree: RadixTree) -> list[int]:
@@ -95,13 +94,6 @@ def test_a_split_leaves_checkpoint_children_leases_and_recency_below(tree):
     tree.release(child)
     tree.check_invariants()
     assert tree.protected_kv == 0
-
-
-def test_halves_of_a_split_share_no_memory(tree):
-    node = grow(tree, [1, 2, 3, 4])
-    upper = tree.split(node, 2)
-    assert node.kv_slots.base is None
-    assert upper.kv_slots.base is None
 
 
 def test_holding_a_node_keeps_every_ancestor_and_counts_each_slot_once(tree):
@@ -168,7 +160,7 @@ def test_the_order_of_leaves_equals_that_of_stamping_whole_paths(tree):
 
 def test_a_queue_entry_that_is_out_of_date_costs_one_push_and_no_wrong_victim():
     queue = LeafQueue()
-    first, second = (Node(b"", NO_KV, ROOT, position, position) for position in (1, 2))
+    first, second = (Node(b"", b"", ROOT, position, position) for position in (1, 2))
     queue.push(first)
     queue.push(second)
     queue.push(first)
@@ -185,7 +177,7 @@ def test_a_queue_entry_that_is_out_of_date_costs_one_push_and_no_wrong_victim():
 
 def test_of_two_leaves_with_one_stamp_the_deeper_goes_first():
     queue = LeafQueue()
-    upper, lower = (Node(b"", NO_KV, ROOT, position, 1) for position in (1, 2))
+    upper, lower = (Node(b"", b"", ROOT, position, 1) for position in (1, 2))
     queue.push(upper)
     queue.push(lower)
     assert [queue.pop(), queue.pop()] == [lower, upper]
@@ -205,16 +197,6 @@ def test_checkpoints_go_in_order_of_use_and_locked_ones_are_passed_over(tree):
     assert order.oldest_unlocked(3) == [nodes[0]]
 
 
-def test_a_hash_is_extended_from_the_deepest_one_known(tree):
-    grow(tree, [1, 2], checkpoint_slot=1)
-    key = token_bytes([1, 2, 3, 4])
-    path, _, _ = tree.walk(key, len(key), tree.roots[None])
-    assert tree.hash_at(path, key, len(key)) == path_hash(key)
-    assert tree.hash_at([], key, len(key)) == path_hash(key)
-    path[0].token_hash = 0
-    assert tree.hash_at(path, key, len(key)) != path_hash(key)
-
-
 def test_the_root_of_a_namespace_goes_with_its_last_child(tree):
     grow(tree, [1], namespace="a")
     grow(tree, [1, 2], namespace="a")
@@ -230,9 +212,8 @@ def test_the_root_of_a_namespace_goes_with_its_last_child(tree):
     [
         (lambda tree, node: setattr(node, "parent", node), "is a child of"),
         (lambda tree, node: setattr(node, "position", 9), "is not where its parent ends"),
-        (lambda tree, node: setattr(node, "kv_slots", NO_KV), "has 2 tokens"),
+        (lambda tree, node: setattr(node, "kv", b""), "has 2 tokens"),
         (lambda tree, node: setattr(node, "tokens", b""), "filed under another page"),
-        (lambda tree, node: setattr(node, "token_hash", 1), "hash of other tokens"),
         (lambda tree, node: setattr(node, "held", 1), "1 leases counted below None, not 0"),
         (lambda tree, node: setattr(node, "ssm_lock", 1), "1 checkpoint locks and 0 leases"),
         (lambda tree, node: setattr(node, "checkpoint_slot", 0), "order of checkpoints"),
