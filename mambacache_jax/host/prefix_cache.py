@@ -378,5 +378,5 @@ def _allocators(
 
 
 def _slots_of(path: list[Node]) -> np.ndarray:
-    """The KV slots of a path, in memory of the caller's own."""
-    return np.frombuffer(bytearray().join([node.kv for node in path]), np.int32)
+    """The KV slots of a path. What a node keeps is never written, so one node's need no copy."""
+    return np.frombuffer(path[0].kv if len(path) == 1 else b"".join([node.kv for node in path]), np.int32)

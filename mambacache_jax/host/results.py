@@ -13,7 +13,7 @@ class Match(NamedTuple):
     Attributes:
       prefix_len: tokens that can be resumed: those with KV and a checkpoint, up to the deepest such position;
         of `match_kv`, all those with KV. A multiple of the page size.
-      kv_slots: int32 KV slots of `[0, prefix_len)`, a copy.
+      kv_slots: int32 KV slots of `[0, prefix_len)`, read-only.
       checkpoint_slot: SSM slot of the state at `prefix_len`; 0, the zero state, if that is 0. Always 0 of
         `match_kv`.
       kv_len: tokens with KV, checkpoint or not; a multiple of the page size.
@@ -39,7 +39,8 @@ class Inserted(NamedTuple):
 
     Attributes:
       prefix_len: tokens that the tree already had.
-      kv_slots: int32 slots that hold the positions from `kv_start` to the last whole page, a copy.
+      kv_slots: int32 slots that hold the positions from `kv_start` to the last whole page: the caller's own
+        array where the tree had none of them.
       freed_kv: int32 slots of the caller's that were duplicates and are free now.
       adopted: the tree owns the checkpoint slot; otherwise it is still the caller's.
       node: the node that ends at `position`; None where nothing is kept.

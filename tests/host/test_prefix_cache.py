@@ -34,13 +34,14 @@ def test_a_match_ends_at_the_deepest_checkpoint_and_tells_how_far_kv_reaches(toy
     toy.check()
 
 
-def test_what_a_match_hands_out_is_a_copy(toy):
+def test_nobody_can_write_to_the_tree_through_a_match(toy):
     toy.put("ABCD")
     toy.put("ABCDEF")
     for prompt in ("ABCD", "ABCDEF"):
         match = toy.match(prompt)
         assert match.kv_slots.dtype == np.int32
-        match.kv_slots[:] = -1
+        with pytest.raises(ValueError, match="read-only"):
+            match.kv_slots[:] = -1
         assert toy.hit(prompt) == len(prompt)
 
 
