@@ -98,6 +98,43 @@ def generate(
     click.echo()
 
 
+@cli.group()
+def bench() -> None:
+    """Measures a part, beside what it is made of."""
+
+
+@bench.command()
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=4),
+    multiple=True,
+    default=(1_000, 100_000),
+    show_default=True,
+    help="Measure eviction and memory in a tree of so many nodes; may be given several times.",
+)
+@click.option(
+    "--trace",
+    "trace_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Take the turns from this trace instead of the bundled one.",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the result here."
+)
+def host(nodes: tuple[int, ...], trace_file: Path | None, json_file: Path | None) -> None:
+    """The radix tree and its allocators, without any device."""
+    import json
+
+    from mambacache_jax.bench import host as host_bench
+    from mambacache_jax.bench.trace import read_trace, sample
+
+    results = host_bench.run(nodes, sample() if trace_file is None else read_trace(trace_file))
+    host_bench.show(results)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main() -> NoReturn:
     """Runs the command line; what a user can cause ends in one line on stderr, without a traceback."""
     try:
