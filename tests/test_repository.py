@@ -5,6 +5,8 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 LARGEST_BYTES = 5_000_000
 
@@ -35,13 +37,12 @@ def test_every_make_command_of_the_readme_is_a_target():
     assert set(named) <= targets()
 
 
-def test_the_examples_of_the_readme_run():
-    examples = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL
-    )
-    assert len(examples) == 2
+@pytest.mark.parametrize(("page", "count"), [("README.md", 2), ("mambacache_jax/host/README.md", 1)])
+def test_the_examples_of_a_page_run(page, count):
+    examples = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert len(examples) == count
     for example in examples:
-        exec(compile(example, "README.md", "exec"), {})
+        exec(compile(example, page, "exec"), {})
 
 
 def test_every_target_is_phony():
