@@ -40,6 +40,19 @@ def make_dot(precision) -> Callable:
     return dot
 
 
+def rounded_dot(mantissa_bits: int) -> Callable:
+    """A `dot` whose operands are rounded as matrix units round float32: to 7 bits (bfloat16) or 10 (TF32).
+
+    For tests on a CPU, where "fast" is as precise as "float32".
+    """
+    exact = make_dot(jax.lax.Precision.HIGHEST)
+
+    def dot(x, y, transposed=False):
+        return exact(*(jax.lax.reduce_precision(z, 8, mantissa_bits) for z in (x, y)), transposed)
+
+    return dot
+
+
 def node_outputs(
     kind, state, q, k, v, log_decay, beta, ancestors, *, depth, min_log_decay=None, dot, sum_dot
 ):

@@ -69,24 +69,24 @@ def _write_some(pool, state, slots, chosen):
 def _node_by_node(kind, folded, nodes, plan, dtype):
     """Phase 2, "exact"."""
     product = rounded_product(plan.pending_len)
-    num_nodes = plan.parent.shape[1]
 
     def row(r, carry):
-        out, states = carry
         inputs = _at(nodes, r, axis=0)
-        states = jax.lax.dynamic_update_index_in_dim(states, folded[r], 0, 0)
 
         def node(n, carry):
-            out, states = carry
+            # What is written here is the node before, so that nothing of this buffer is read before it is
+            # written: XLA would copy all of it for every node.
+            out, states, last = carry
+            states = jax.lax.dynamic_update_index_in_dim(states, last, n, 0)
             now = _at(inputs, n, axis=0)
             state = token(kind, states[plan.parent[r, n] + 1], now, product)
-            out = out.at[r, n].set(output(state, now, product))
-            return out, states.at[n + 1].set(round_state(state, dtype))
+            return out.at[r, n].set(output(state, now, product)), states, round_state(state, dtype)
 
-        return jax.lax.fori_loop(jnp.int32(0), plan.node_len[r], node, (out, states))
+        out, states = carry
+        return jax.lax.fori_loop(jnp.int32(0), plan.node_len[r], node, (out, states, folded[r]))[:2]
 
     out = jnp.zeros(nodes.v.shape, jnp.float32)
-    states = jnp.zeros((num_nodes + 1, *folded.shape[1:]), jnp.float32)
+    states = jnp.zeros((plan.parent.shape[1], *folded.shape[1:]), jnp.float32)
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(folded.shape[0]), row, (out, states))[0]
 
 
