@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from kernels_pallas.slot_copy import slot_copy
 from mambacache_jax.config import RecurrentSpec
 
 
@@ -70,10 +71,4 @@ def copy_slots(pool: SSMPool, src: Int32[Array, " move"], dst: Int32[Array, " mo
     Returns:
       The pool after the moves, in the same buffers.
     """
-    return SSMPool(
-        conv=tuple(write_slots(leaf, dst, read_slots(leaf, src)) for leaf in pool.conv),
-        state=tuple(write_slots(leaf, dst, read_slots(leaf, src)) for leaf in pool.state),
-        position=pool.position.at[dst].set(
-            jnp.where(src != 0, pool.position[src], 0), mode="promise_in_bounds"
-        ),
-    )
+    return slot_copy(pool, src, dst)
