@@ -97,6 +97,9 @@ def ssm_nodes(
       NotImplementedError: the implementation named cannot do this call; the message says why.
     """
     _check(kind, pool, pending, nodes, plan, precision, depth)
+    num_rows, num_nodes = plan.parent.shape
+    if not num_rows:
+        return pool, _no_outputs(pool, pending), _no_outputs(pool, nodes)
     return OP(
         implementation,
         kind,
@@ -105,9 +108,14 @@ def ssm_nodes(
         nodes,
         plan,
         precision=precision,
-        depth=depth or plan.parent.shape[1],
+        depth=depth or num_nodes,
         min_log_decay=min_log_decay,
     )
+
+
+def _no_outputs(pool, inputs):
+    _, num_heads, _, head_dim = pool.shape
+    return jnp.zeros((0, 0 if inputs is None else inputs.v.shape[1], num_heads, head_dim), jnp.float32)
 
 
 def _check(kind, pool, pending, nodes, plan, precision, depth):

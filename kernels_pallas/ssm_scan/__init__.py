@@ -1,4 +1,3 @@
 """The recurrence of Mamba-2, gated DeltaNet and KDA layers."""
 
 from kernels_pallas.ssm_scan.api import ssm_scan as ssm_scan
-from kernels_pallas.ssm_scan.api import ssm_step as ssm_step

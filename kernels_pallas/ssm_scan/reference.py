@@ -1,34 +1,13 @@
 """`ssm_scan` token by token: the definition, and what deterministic mode runs.
 
-Sums over `state_dim` are an explicit tree of additions and the loops have dynamic bounds, so that a token's
-bits depend on neither the number of rows nor the length of the scan (`jnp.sum`, dots and loops of one
-iteration are compiled differently for different shapes). Not differentiable in reverse.
+A token has the bits that `ssm_nodes` gives it in its exact form, whatever the number of rows and the length
+of the scan. Loops have dynamic bounds, so that padding costs nothing. Not differentiable in reverse.
 """
 
 import jax
 import jax.numpy as jnp
 
-
-def advance(kind, state, q, k, v, log_decay, beta):
-    """One token of every row: `(out, state)`. Leading axes are free; float32 throughout."""
-    groups = v.shape[-2] // k.shape[-2]
-    q, k = (jnp.repeat(x, groups, axis=-2)[..., None] for x in (q, k))
-    state = state * jnp.exp(log_decay[..., None] if kind == "kda" else log_decay[..., None, None])
-    u = v if kind == "mamba2" else beta[..., None] * (v - _tree_sum(state * k))
-    state = state + k * u[..., None, :]
-    return _tree_sum(state * q), state
-
-
-def _tree_sum(x):
-    """Sum over the last axis but one, halves onto halves."""
-    size = x.shape[-2]
-    width = 1 << (size - 1).bit_length()
-    if width > size:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, width - size), (0, 0)])
-    while width > 1:
-        width //= 2
-        x = x[..., :width, :] + x[..., width:, :]
-    return x[..., 0, :]
+from kernels_pallas.recurrence import advance, by_head, key_column, read_out, rounded_product
 
 
 def ssm_scan(kind, q, k, v, log_decay, beta, initial, blocks):
@@ -38,12 +17,13 @@ def ssm_scan(kind, q, k, v, log_decay, beta, initial, blocks):
     # Exports that are not asked for are written past the last one.
     trash = num_rows * num_exports
     exports = jnp.zeros((trash + 1, *initial.shape[1:]), jnp.float32)
-    inputs = (q, k, v, log_decay, beta)
+    product = rounded_product(blocks.length)
 
     def token(t, carry, block):
         out, state, exports = carry
-        now = (None if x is None else x[block, t] for x in inputs)
-        y, state = advance(kind, state, *now)
+        now = (None if x is None else x[block, t] for x in (k, v, log_decay, beta))
+        state = advance(kind, state, *by_head(kind, v.shape[-2], *now), product=product)
+        y = read_out(state, key_column(v.shape[-2], q[block, t]), product=product)[..., 0, :]
         for e in range(num_exports):
             at = jnp.where(blocks.export[block, e] == t + 1, blocks.row[block] * num_exports + e, trash)
             exports = exports.at[at].set(state)

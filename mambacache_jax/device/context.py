@@ -7,12 +7,14 @@ one for each decode row, then the extend blocks, block by block.
 
 from collections.abc import Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kernels_pallas.blocks import Blocks
 from kernels_pallas.causal_conv1d import causal_conv1d, causal_conv1d_step
-from kernels_pallas.ssm_scan import ssm_scan, ssm_step
+from kernels_pallas.ssm_nodes import Inputs, NodesPlan, ssm_nodes
+from kernels_pallas.ssm_scan import ssm_scan
 from mambacache_jax.config import AttentionSpec, LayerSpec, RecurrentSpec
 from mambacache_jax.device import kv_pool, request_table, ssm_pool
 from mambacache_jax.device.attention import paged_attention
@@ -96,11 +98,23 @@ class PooledContext:
         live = jnp.concatenate([plan["decode_row"] != 0, in_block.reshape(-1)])
         self._kv_slots = jnp.where(live, jnp.concatenate([decode_slots, block_slots.reshape(-1)]), 0)
         self._decode_rows, self._block_shape = decode_rows, (blocks, block_tokens)
+        none = jnp.zeros((decode_rows,), jnp.int32)
+        self._decode_plan = NodesPlan(
+            read_slot=plan["decode_read"],
+            write_slot=plan["decode_write"],
+            track_slot=none,
+            track_len=none,
+            pending_len=(plan["decode_row"] != 0).astype(jnp.int32),
+            parent=jnp.zeros((decode_rows, 0), jnp.int32),
+            node_len=none,
+        )
         self._has_blocks = blocks > 0
 
     def _state_slots(self) -> Int32[Array, " state"]:
-        plan = self._plan
-        return jnp.concatenate([plan["decode_write"], plan["write"], plan["export_slot"].reshape(-1)])
+        return jnp.concatenate([self._plan["decode_write"], self._extend_slots()])
+
+    def _extend_slots(self) -> Int32[Array, " state"]:
+        return jnp.concatenate([self._plan["write"], self._plan["export_slot"].reshape(-1)])
 
     def _split(self, x: Array) -> tuple[Array, Array]:
         """`[token, ...]` as decode rows and extend blocks."""
@@ -151,32 +165,29 @@ class PooledContext:
         """The recurrence of layer `layer`; moves the layer's states on. Arguments as `ssm_scan`'s."""
         spec, index = self._specs[layer], self._index[layer]
         assert isinstance(spec, RecurrentSpec)
-        leaf = self.pools.ssm.state[index]
-        decode_state, extend_state = (rows.astype(jnp.float32) for rows in self._read(leaf))
-        (decode_q, extend_q), (decode_k, extend_k) = self._split(q), self._split(k)
-        (decode_v, extend_v), (decode_decay, extend_decay) = self._split(v), self._split(log_decay)
-        decode_beta, extend_beta = (None, None) if beta is None else self._split(beta)
-        decode_out, decode_state = ssm_step(
-            spec.kind, decode_q, decode_k, decode_v, decode_decay, decode_beta, decode_state
-        )
-        if not self._has_blocks:
-            extend_out, final, exports = extend_v, extend_state, extend_state[:, None]
-        else:
+        leaf, inputs = self.pools.ssm.state[index], Inputs(q, k, v, log_decay, beta)
+        decode = jax.tree.map(lambda x: self._split(x)[0][:, None], inputs)
+        extend = jax.tree.map(lambda x: self._split(x)[1], inputs)
+        leaf, decode_out, _ = ssm_nodes(spec.kind, leaf, decode, None, self._decode_plan)
+        assert decode_out is not None
+        extend_out = extend.v
+        if self._has_blocks:
             extend_out, final, exports = ssm_scan(
                 spec.kind,
-                extend_q,
-                extend_k,
-                extend_v,
-                extend_decay,
-                extend_beta,
-                extend_state,
+                extend.q,
+                extend.k,
+                extend.v,
+                extend.log_decay,
+                extend.beta,
+                ssm_pool.read_slots(leaf, self._plan["read"]).astype(jnp.float32),
                 self._blocks,
                 implementation=self._scan,
             )
-        leaf = self._write(leaf, decode_state, final, exports)
+            states = jnp.concatenate([final, exports.reshape((-1, *exports.shape[2:]))])
+            leaf = ssm_pool.write_slots(leaf, self._extend_slots(), states)
         ssm = self.pools.ssm
         self.pools = self.pools._replace(ssm=ssm._replace(state=_replaced(ssm.state, index, leaf)))
-        return self._join(decode_out, extend_out)
+        return self._join(decode_out[:, 0], extend_out)
 
     def attend(
         self,

@@ -134,6 +134,14 @@ def test_without_queries_a_chain_has_no_outputs(implementation):
     assert pool[1:].tobytes() == r.call(implementation)[0][1:].tobytes()
 
 
+def test_no_rows_are_no_work():
+    r = make_round("gdn", ROWS, num_pending=5, num_nodes=7)
+    kind, pool, *rest = r.arguments()
+    got, pending_out, node_out = ssm_nodes(kind, pool, *jax.tree.map(lambda x: x[:0], rest))
+    assert got is pool
+    assert (pending_out.shape, node_out.shape) == ((0, 5, 4, 8), (0, 7, 4, 8))
+
+
 def test_wrong_arguments_are_refused_by_name():
     r = make_round("gdn", [Row(read=1, write=1, pending=2, nodes=3)], num_pending=2, num_nodes=3)
     kind, pool, pending, nodes, plan = r.arguments()

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas.blocks import cut_rows
-from kernels_pallas.ssm_scan import ssm_scan, ssm_step
+from kernels_pallas.ssm_nodes import Inputs, NodesPlan, ssm_nodes
+from kernels_pallas.ssm_scan import ssm_scan
 
 KINDS = ("mamba2", "gdn", "kda")
 IMPLEMENTATIONS = ("xla", "reference")
@@ -128,18 +129,22 @@ def test_reference_has_the_same_bits_whatever_runs_beside(problem, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_are_the_reference_token_by_token(problem, kind):
-    """To rounding: the two are compiled apart, and XLA contracts products and sums as it likes."""
+def test_reference_has_the_bits_of_decoding_token_by_token(problem, kind):
     p = problem(kind, LENGTHS, seed=3)
     outs, final, _ = p.scan("reference", NO_EXPORTS, NUM_BLOCKS)
-    step = jax.jit(ssm_step, static_argnames="kind")
-    for rows in ([1], [0, 2, 0, 1, 2]):
-        state = jnp.asarray(p.initial[rows])
+    decode = jax.jit(ssm_nodes, static_argnames="kind")
+    for rows in ([1], [0, 2, 1]):
+        pool = jnp.asarray(np.concatenate([np.full_like(p.initial[:1], np.nan), p.initial[rows]]))
+        slot, none = jnp.arange(1, len(rows) + 1, dtype=jnp.int32), jnp.zeros(len(rows), jnp.int32)
+        plan = NodesPlan(slot, slot, none, none, none + 1, jnp.zeros((len(rows), 0), jnp.int32), none)
         for t in range(16):
-            now = [None if x is None else jnp.asarray(np.stack([x[r][t] for r in rows])) for x in p.inputs]
-            out, state = step(kind, *now, state)
-            assert_close(out, np.stack([outs[r][t] for r in rows]))
-        assert_close(state[rows.index(1)], final[1])
+            now = [
+                None if x is None else jnp.asarray(np.stack([x[r][t : t + 1] for r in rows]))
+                for x in p.inputs
+            ]
+            pool, out, _ = decode(kind, pool, Inputs(*now), None, plan)
+            np.testing.assert_array_equal(out[:, 0], np.stack([outs[r][t] for r in rows]))
+        np.testing.assert_array_equal(pool[1 + rows.index(1)], final[1])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -182,9 +187,5 @@ def test_wrong_arguments_are_refused_by_name(problem):
     ):
         with pytest.raises(ValueError, match=message):
             ssm_scan(kind, *call, blocks)
-        with pytest.raises(ValueError, match=message.replace("1, 16, ", "16, ")):
-            ssm_step(
-                kind, *(None if x is None else x[0] for x in call[:-1]), jnp.zeros((16, *call[-1].shape[1:]))
-            )
     with pytest.raises(ValueError, match="unknown implementation 'triton'; there are xla, reference"):
         ssm_scan("gdn", *args["gdn"], blocks, implementation="triton")
