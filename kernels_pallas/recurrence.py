@@ -59,10 +59,11 @@ def rounded_product(length) -> Callable:
     """A float32 product that is rounded on its own, whatever is done with it next.
 
     Args:
-      length: int32 numbers of the call, none of them negative. Their sign bit is 0, which no compiler can
-        know; passing a product's bits through an exclusive or with it keeps the product and a sum apart.
+      length: int32 numbers of the call, in `[0, 2^30)`, that no compiler can know. The high bits of their
+        maximum are 0; passing a product's bits through an exclusive or with them keeps it apart from a sum.
+        (Not the sign bit: of a number that is 0 or -1 LLVM makes a branch, and contracts inside it.)
     """
-    zero = jax.lax.shift_right_arithmetic(jnp.max(length), jnp.int32(31))
+    zero = jax.lax.shift_right_logical(jnp.max(length), jnp.int32(30))
 
     def product(x, y):
         bits = jax.lax.bitcast_convert_type(x * y, jnp.int32)

@@ -52,7 +52,11 @@ def _fold(kind, pool, state, pending, plan):
         tracks = (plan.track_slot != 0) & (plan.track_len == step + 1)
         return _write_some(pool, state, plan.track_slot, tracks), state, out
 
-    return jax.lax.fori_loop(jnp.int32(0), jnp.max(plan.pending_len), fold, (pool, state, out))
+    carry = pool, state, out
+    if pending.v.shape[1] == 1:
+        # A loop would copy the states that it carries.
+        return fold(jnp.int32(0), carry)
+    return jax.lax.fori_loop(jnp.int32(0), jnp.max(plan.pending_len), fold, carry)
 
 
 def _write_some(pool, state, slots, chosen):
