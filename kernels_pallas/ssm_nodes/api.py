@@ -96,10 +96,11 @@ def ssm_nodes(
       ValueError: an unknown kind, precision or implementation, or shapes that do not fit one another.
       NotImplementedError: the implementation named cannot do this call; the message says why.
     """
-    _check(kind, pool, pending, nodes, plan, precision, depth)
+    _check(kind, pool, pending, nodes, plan, precision, depth, min_log_decay)
     num_rows, num_nodes = plan.parent.shape
     if not num_rows:
-        return pool, _no_outputs(pool, pending), _no_outputs(pool, nodes)
+        pending_out = None if pending is not None and pending.q is None else _no_outputs(pool, pending)
+        return pool, pending_out, _no_outputs(pool, nodes)
     return OP(
         implementation,
         kind,
@@ -118,7 +119,7 @@ def _no_outputs(pool, inputs):
     return jnp.zeros((0, 0 if inputs is None else inputs.v.shape[1], num_heads, head_dim), jnp.float32)
 
 
-def _check(kind, pool, pending, nodes, plan, precision, depth):
+def _check(kind, pool, pending, nodes, plan, precision, depth, min_log_decay):
     if precision not in _PRECISIONS:
         known = ", ".join(_PRECISIONS)
         raise ValueError(f"ssm_nodes: unknown precision {precision!r}; there are {known}.")
@@ -126,6 +127,8 @@ def _check(kind, pool, pending, nodes, plan, precision, depth):
         raise ValueError(f"ssm_nodes: the pool must be float32 or bfloat16, got {pool.dtype}.")
     if depth is not None and depth < 1:
         raise ValueError(f"ssm_nodes: depth counts nodes of a path and is at least 1, got {depth}.")
+    if min_log_decay is not None and min_log_decay > 0:
+        raise ValueError(f"ssm_nodes: min_log_decay bounds numbers that are at most 0, got {min_log_decay}.")
     num_rows, num_nodes = plan.parent.shape
     steps = 0 if nodes is None else nodes.v.shape[1]
     if steps != num_nodes:

@@ -19,7 +19,7 @@ from kernels_pallas.ssm_nodes import check_plan, ssm_nodes
 from .nodes_round import KINDS, TREES, Row, assert_close, make_round
 
 TOLERANCE = 2e-6
-WAYS = [("xla", "float32"), ("xla", "exact"), ("xla", "fast"), ("reference", "exact")]
+WAYS = [("xla", "float32"), ("xla", "exact"), ("reference", "exact")]
 # A fresh request, two that move on in place and to another slot, a pure verify, a decode, a copy, a clear,
 # and padding.
 ROWS = (
@@ -50,7 +50,7 @@ def test_rows_of_every_sort_follow_the_recurrence(kind, heads, implementation, p
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_of_every_shape_and_size_follow_the_recurrence(kind, tree):
-    for num_nodes in (1, 3, 16, 64):
+    for num_nodes in (1, 7, 64):
         rows = (Row(read=1, nodes=num_nodes), Row(read=2, nodes=1 + num_nodes // 2))
         r = make_round(kind, rows, num_pending=0, num_nodes=num_nodes, tree=tree, seed=num_nodes)
         want = r.expected()[2]
@@ -85,7 +85,9 @@ def test_a_bound_on_the_depth_changes_rounding_at_most(kind):
     r = make_round(kind, [Row(read=1, nodes=33)], num_pending=0, num_nodes=33, tree="eagle")
     # A root and eight levels of four.
     check_plan(r.plan, num_slots=3, num_pending=0, depth=9)
-    assert_close(r.call(depth=9)[2], r.expected()[2], TOLERANCE)
+    # On a CPU "fast" is float32 too.
+    for precision in ("float32", "fast"):
+        assert_close(r.call(depth=9, precision=precision)[2], r.expected()[2], TOLERANCE)
 
 
 @pytest.mark.parametrize("tree", ["chain", "forest"])
@@ -140,6 +142,8 @@ def test_no_rows_are_no_work():
     got, pending_out, node_out = ssm_nodes(kind, pool, *jax.tree.map(lambda x: x[:0], rest))
     assert got is pool
     assert (pending_out.shape, node_out.shape) == ((0, 5, 4, 8), (0, 7, 4, 8))
+    pending, nodes, plan = jax.tree.map(lambda x: x[:0], rest)
+    assert ssm_nodes(kind, pool, pending._replace(q=None), nodes, plan)[1] is None
 
 
 def test_wrong_arguments_are_refused_by_name():
@@ -153,6 +157,7 @@ def test_wrong_arguments_are_refused_by_name():
         ("must be float32 or bfloat16, got float16", {"pool": pool.astype(jnp.float16)}),
         ("unknown implementation 'cuda'; there are xla, reference", {"implementation": "cuda"}),
         ("depth counts nodes of a path and is at least 1, got 0", {"depth": 0}),
+        ("min_log_decay bounds numbers that are at most 0, got 5.0", {"min_log_decay": 5.0}),
         ("plan.parent has 3 nodes a row, the node inputs 0", {"nodes": None}),
         (r"plan.node_len must have 1 rows", {"plan": plan._replace(node_len=jnp.zeros(2, jnp.int32))}),
         (r"v must have shape \(1, 2, 4, 8\)", {"pending": pending._replace(v=jnp.zeros((1, 2, 4, 9)))}),
