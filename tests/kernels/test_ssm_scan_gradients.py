@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 
 from kernels_pallas.blocks import cut_rows
-from kernels_pallas.ssm_scan import ssm_scan, ssm_step
+from kernels_pallas.recurrence import advance, by_head, key_column, read_out
+from kernels_pallas.ssm_scan import ssm_scan
 
 KINDS = ("mamba2", "gdn", "kda")
 
 
 def steps(kind, inputs, initial):
-    """Outputs and final state of one row, `[token, ...]`, by a scan over `ssm_step`."""
+    """Outputs and final state of one row, `[token, ...]`, by a scan over the recurrence."""
 
     def step(state, x):
-        out, state = ssm_step(kind, *(None if leaf is None else leaf[None] for leaf in x), state[None])
-        return state[0], out[0]
+        q, k, v, log_decay, beta = x
+        heads = v.shape[0]
+        state = advance(kind, state, *by_head(kind, heads, k, v, log_decay, beta))
+        return state, read_out(state, key_column(heads, q))[..., 0, :]
 
     final, outs = jax.lax.scan(step, initial, inputs)
     return outs, final
