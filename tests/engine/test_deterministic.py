@@ -111,7 +111,7 @@ def test_states_and_kv_at_every_checkpoint_equal_a_recomputation(make_engine):
     ]
     engine.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True))
     compared = 0
-    for node in engine.cache.host._tree.nodes():
+    for node in engine.cache.host._shards[0].tree.nodes():
         if not node.checkpoint_slot:
             continue
         path = [node]
