@@ -1,23 +1,26 @@
 """Free slots that someone else keeps: the allocators of a serving stack, under a tree of ours."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from mambacache_jax.host.allocator import Pages, SlotAllocator, Slots
+from mambacache_jax.host.allocator import ADOPTED, FREE, Pages, SlotAllocator, Slots
 
 
 class CallerAllocator(Protocol):
     """What the tree needs of an allocator that it does not own.
 
-    Slots are numbered as `SlotAllocator` does: page 0 is the null page. `free` must take back whatever
-    `allocate` handed out; where it raises, the call of the tree that caused it changes nothing.
+    Slots are numbered as `SlotAllocator` does: page 0 is the null page.
     """
 
     @property
     def num_free(self) -> int:
-        """Slots that `allocate` could hand out now."""
+        """Slots that `allocate` could hand out now; the tree evicts no more than this lacks.
+
+        Where `allocate` refuses as many all the same, what was evicted first stays evicted.
+        """
         ...
 
     def allocate(self, num_slots: int) -> np.ndarray:
@@ -25,93 +28,100 @@ class CallerAllocator(Protocol):
         ...
 
     def free(self, slots: np.ndarray) -> None:
-        """Takes slots back, whole pages."""
+        """Takes back what `allocate` handed out, whole pages, or raises with nothing changed.
+
+        Slots of the tree that are refused are offered again before the next `allocate` or `free`; what that
+        raises is raised then. An eviction or an insert itself is never stopped by it.
+        """
         ...
 
 
 class BorrowedSlots(SlotAllocator):
-    """A caller's allocator. Who owns which slot is the caller's affair, and so is naming its own.
+    """A caller's allocator, and beside it what the tree has adopted.
 
-    The caller may allocate and free without the tree's knowledge, so nothing is kept here. Slots must exist
-    and fill pages; whether they were the caller's to give, `check_invariants` alone can tell.
+    The caller may allocate and free without the tree's knowledge, so of slots that are not the tree's nothing
+    is known here: what is refused is a slot that the tree has already, one named twice, or no slot at all.
     """
 
     def __init__(self, caller: CallerAllocator, num_slots: int, page_size: int = 1) -> None:
         """Wraps a caller's allocator over slots `page_size` to `num_slots + page_size - 1`."""
         super().__init__(num_slots, page_size)
         self._caller = caller
+        self._owed: list[np.ndarray] = []
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody owns, by the caller's count."""
-        return self._caller.num_free
+        """Slots that nobody owns: by the caller's count, and those that it has refused to take back."""
+        return self._caller.num_free + sum(map(len, self._owed))
 
     @property
     def num_used(self) -> int:
-        """Slots that a request or the tree owns, by the caller's count."""
-        return self.num_slots - self._caller.num_free
+        """Slots that a request or the tree owns."""
+        return self.num_slots - self.num_free
 
     def allocate(self, num_slots: int) -> np.ndarray:
         """Takes slots from the caller's allocator, which may raise `OutOfSlots`."""
+        self._give_back()
         return self._caller.allocate(num_slots)
 
     def allocate_one(self) -> int:
         """Takes one slot from the caller's allocator, which may raise `OutOfSlots`."""
-        return int(self._caller.allocate(1)[0])
+        return int(self.allocate(1)[0])
+
+    def free(self, slots: Slots) -> None:
+        """Gives slots that a request owns back to the caller's allocator, or raises with nothing changed."""
+        self.validate(slots)
+        self._give_back()
+        self._caller.free(self.as_int32(slots))
 
     def validate(self, slots: Slots) -> Pages:
-        """The pages of `slots`, which must exist."""
-        numbers = self.as_int32(slots)
-        if self.page_size > 1:
-            numbers = self._whole_pages(numbers)
-        if len(numbers) and (numbers.min() < 1 or numbers.max() > self.num_slots // self.page_size):
-            outside = (numbers < 1) | (numbers > self.num_slots // self.page_size)
-            raise ValueError(self._out_of_range(int(numbers[outside][0]) * self.page_size))
-        return numbers, []
+        """The pages of `slots`, distinct and none of them the tree's."""
+        return self._pages_in_state(self.as_int32(slots), FREE)
 
     def validate_one(self, slot: int) -> None:
         """`validate` for one slot, where a page is one slot."""
-        if not 1 <= slot <= self.num_slots:
-            raise ValueError(self._out_of_range(slot))
+        self.validate([slot])
 
     def exchange(self, freed: np.ndarray, adopted: np.ndarray) -> None:
         """Gives slots back to the caller's allocator; the tree takes over others."""
-        self.validate(adopted)
+        self.validate(np.concatenate([freed, adopted]) if len(freed) else adopted)
+        self._set(self.validate(adopted), ADOPTED)
         if len(freed):
-            self.free_pages(self.validate(freed))
-
-    def adopt_one(self, slot: int) -> None:
-        """The tree takes over a slot that `validate_one` accepted."""
-
-    def free_pages(self, pages: Pages) -> None:
-        """Gives pages back to the caller's allocator."""
-        numbers = pages[0]
-        if self.page_size > 1:
-            numbers = (numbers[:, None] * self.page_size + self._offsets).ravel()
-        self._caller.free(numbers)
+            self.free_adopted(freed)
 
     def free_adopted(self, slots: np.ndarray) -> None:
-        """Gives slots of the tree back to the caller's allocator."""
-        self._caller.free(slots)
+        """Gives slots back to the caller's allocator, at once or as soon as it takes them."""
+        numbers = slots if self.page_size == 1 else slots[:: self.page_size] // self.page_size
+        self._set(self._pages(numbers), FREE)
+        self._owed.append(slots)
+        # Whatever the caller's code raises comes too late here: the tree is without these slots already.
+        with contextlib.suppress(Exception):
+            self._give_back()
 
     def free_one(self, slot: int) -> None:
-        """Gives one slot back to the caller's allocator."""
-        self._caller.free(np.array([slot], np.int32))
+        """`free_adopted` for one slot."""
+        self.free_adopted(np.array([slot], np.int32))
 
     def free_every_adopted(self, adopted: Callable[[], np.ndarray]) -> None:
-        """Gives all that the tree adopted back to the caller's allocator."""
+        """`free_adopted` for all that the tree adopted."""
         if len(slots := adopted()):
-            self._caller.free(slots)
+            self.free_adopted(slots)
 
     def claim(self, slots: Slots) -> None:
         """The tree takes over slots that the caller has allocated for it, as a tree that is loaded needs."""
-        numbers, _ = self.validate(slots)
-        if len(np.unique(numbers)) != len(numbers):
-            raise ValueError("A slot is named twice.")
+        self._set(self.validate(slots), ADOPTED)
 
     def check_invariants(self, adopted: Sequence[int], used: Sequence[int]) -> None:
-        """Raises AssertionError if the tree owns a slot twice, or one that a request owns."""
+        """Raises AssertionError unless the tree owns what it adopted, and nothing that a request owns."""
         owned = set(adopted)
         assert len(adopted) == len(owned), f"the tree owns a slot twice: {sorted(adopted)}."
+        pages = np.flatnonzero(self._states == ADOPTED)
+        known = set((pages[:, None] * self.page_size + self._offsets).ravel().tolist())
+        assert owned == known, f"the tree owns {sorted(owned)}, and adopted {sorted(known)}."
         both = owned & set(used)
         assert not both, f"the tree and a request both own {sorted(both)}."
+
+    def _give_back(self) -> None:
+        while self._owed:
+            self._caller.free(self._owed[0])
+            del self._owed[0]

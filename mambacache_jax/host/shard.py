@@ -227,28 +227,21 @@ class Shard:
             self.log.check_invariants()
 
     def _evict_leaves(self, kv: int) -> Evicted:
-        tree = self.tree
-        popped = tree.pop_leaves(kv)
+        popped = self.tree.pop_leaves(kv)
         if not popped:
             return Evicted(0, 0)
-        slots = _kv_slots([leaf for leaf, _, _ in popped])
-        states = [leaf.checkpoint_slot for leaf, _, _ in popped if leaf.checkpoint_slot]
-        try:
-            self.kv.free_adopted(slots)
-        except BaseException:
-            for taken in reversed(popped):
-                tree.put_back(*taken)
-            raise
+        slots = _kv_slots(popped)
+        states = [leaf.checkpoint_slot for leaf in popped if leaf.checkpoint_slot]
+        self.kv.free_adopted(slots)
         if len(states) == 1:
             self.ssm.free_one(states[0])
         elif states:
             self.ssm.free_adopted(np.array(states, np.int32))
-        for leaf, parent, _ in popped:
+        for leaf in popped:
             root = leaf.root
-            root.counts.kv_evicted += leaf.position - parent.position
+            root.counts.kv_evicted += len(leaf.kv) // TOKEN_BYTES
             if leaf.checkpoint_slot:
                 root.counts.ssm_lost_with_kv += 1
-                tree.settle(leaf)
             if self.log is not None:
                 self.log.removed(leaf)
             if not root.children:

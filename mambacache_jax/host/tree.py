@@ -165,27 +165,26 @@ class RadixTree:
         del self.checkpoints[node]
         return slot
 
-    def pop_leaves(self, num_kv: int) -> list[tuple[Node, Node, int]]:
-        """Takes the least recently used leaves that nobody holds out of the tree, checkpoints still set.
+    def pop_leaves(self, num_kv: int) -> list[Node]:
+        """Takes the least recently used leaves that nobody holds out of the tree.
 
-        A parent left without children is a leaf from then on, as recent as its children were.
+        A parent left without children is a leaf from then on, as recent as its children were. The slots of
+        what is taken, those of checkpoints too, are still to be freed.
 
         Args:
           num_kv: stop when the leaves taken have so many KV slots.
-
-        Returns:
-          Each leaf, its parent and the parent's stamp before: for `put_back`, or for `settle` once the slots
-          are free.
         """
-        popped: list[tuple[Node, Node, int]] = []
+        popped: list[Node] = []
         leaves, page_bytes, freed = self._leaves, self._page_bytes, 0
         while freed < num_kv and (leaf := leaves.pop()) is not None:
             parent = leaf.parent
             assert parent is not None, "a root was queued for eviction."
-            popped.append((leaf, parent, parent.stamp))
+            popped.append(leaf)
             freed += leaf.position - parent.position
             parent.remove_child(leaf.tokens[:page_bytes])
             leaf.parent, leaf.removed = None, True
+            if leaf.checkpoint_slot:
+                del self.checkpoints[leaf]
             parent.stamp = max(parent.stamp, leaf.stamp)
             if not parent.children:
                 if parent.parent is None:
@@ -195,22 +194,6 @@ class RadixTree:
         self.num_nodes -= len(popped)
         self.num_kv -= freed
         return popped
-
-    def put_back(self, leaf: Node, parent: Node, stamp: int) -> None:
-        """Takes back a popped leaf; the last popped goes first."""
-        parent.add_child(self._first_page(leaf), leaf)
-        parent.stamp = stamp
-        leaf.parent, leaf.removed = parent, False
-        if parent.parent is None:
-            self.roots[leaf.root.namespace] = leaf.root
-        self.num_nodes += 1
-        self.num_kv += leaf.position - parent.position
-        self._leaves.push(leaf)
-
-    def settle(self, leaf: Node) -> None:
-        """Forgets the checkpoint of a leaf that was popped."""
-        if leaf.checkpoint_slot:
-            del self.checkpoints[leaf]
 
     def remove_root(self, root: Root, nodes: list[Node]) -> None:
         """Takes a namespace out of the tree, in which nothing is held; `nodes` are all below its root."""

@@ -36,11 +36,9 @@ def walked(tree: RadixTree, tokens: list[int], namespace: str | None = None) -> 
 
 
 def evict_leaf(tree: RadixTree) -> Node | None:
-    for leaf, _, _ in tree.pop_leaves(1):
-        tree.settle(leaf)
-        tree.check_invariants()
-        return leaf
-    return None
+    popped = tree.pop_leaves(1)
+    tree.check_invariants()
+    return popped[0] if popped else None
 
 
 def evict_order(tree: RadixTree) -> list[int]:
@@ -205,26 +203,3 @@ def test_the_root_of_a_namespace_goes_with_its_last_child(tree):
     assert evict_order(tree) == [2, 1, 1]
     assert not tree.roots
     assert tree.num_nodes == tree.num_kv == 0
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda tree, node: setattr(node, "parent", node), "is a child of"),
-        (lambda tree, node: setattr(node, "position", 9), "is not where its parent ends"),
-        (lambda tree, node: setattr(node, "kv", b""), "has 2 tokens"),
-        (lambda tree, node: setattr(node, "tokens", b""), "filed under another page"),
-        (lambda tree, node: setattr(node, "held", 1), "1 leases counted below None, not 0"),
-        (lambda tree, node: setattr(node, "ssm_lock", 1), "1 checkpoint locks and 0 leases"),
-        (lambda tree, node: setattr(node, "checkpoint_slot", 0), "order of checkpoints"),
-        (lambda tree, node: setattr(node, "queued", False), "queue of leaves"),
-        (lambda tree, node: setattr(node, "removed", True), "marked as removed"),
-        (lambda tree, node: setattr(tree, "num_kv", 3), "counted"),
-        (lambda tree, node: node.parent.children.update({b"none": node}), "filed under another page"),
-    ],
-)
-def test_the_recount_sees_damage(tree, damage, message):
-    node = grow(tree, [1, 2], checkpoint_slot=3)
-    damage(tree, node)
-    with pytest.raises(AssertionError, match=message):
-        tree.check_invariants()
