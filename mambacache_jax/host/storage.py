@@ -6,15 +6,16 @@ The file is NumPy's `.npz`: a JSON header, and for each shard one row a node, pa
 import dataclasses
 import json
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from mambacache_jax.config import CacheConfig
 from mambacache_jax.host.key import TOKEN_BYTES
-from mambacache_jax.host.namespace import AnyNamespace, Namespace
+from mambacache_jax.host.namespace import AnyNamespace, Namespace, check_namespace
 from mambacache_jax.host.node import Node
 from mambacache_jax.host.tree import RadixTree
 
@@ -23,6 +24,19 @@ if TYPE_CHECKING:
 
 FORMAT = "mambacache-tree-1"
 
+# What reading a damaged archive can raise, at any of its layers.
+_DAMAGE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    EOFError,
+    OSError,
+    MemoryError,
+    OverflowError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 _COLUMNS = ("parent", "namespace", "count", "slot", "stamp", "rank")
 
 
@@ -85,17 +99,28 @@ def read(path: str | Path) -> Saved:
     Raises:
       ValueError: it was not written by `save`, or is damaged.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            header = json.loads(file["header"].tobytes())
-            if header["format"] != FORMAT:
-                raise ValueError(f"its format is {header['format']!r}, not {FORMAT!r}")
-            config = CacheConfig(**header["config"])
-            namespaces = [_from_json(value) for value in header["namespaces"]]
-            names = (*_COLUMNS, "tokens", "kv_slots")
-            shards = [{n: file[f"{shard}/{n}"] for n in names} for shard in range(config.num_shards)]
-    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} holds no saved prefix cache: {error}.") from error
+    # Where it raises, NumPy leaves a file open that it opened itself.
+    with Path(path).open("rb") as stream:
+        try:
+            return _read(stream)
+        except _DAMAGE as error:
+            raise ValueError(f"{path} holds no saved prefix cache: {error}.") from error
+
+
+def _read(stream: BinaryIO) -> Saved:
+    with np.load(stream, allow_pickle=False) as file:
+        header = json.loads(file["header"].tobytes())
+        if header["format"] != FORMAT:
+            raise ValueError(f"its format is {header['format']!r}, not {FORMAT!r}")
+        config = CacheConfig(**header["config"])
+        namespaces = [_from_json(value) for value in header["namespaces"]]
+        names = (*_COLUMNS, "tokens", "kv_slots")
+        shards = [{n: file[f"{shard}/{n}"] for n in names} for shard in range(config.num_shards)]
+    for namespace in namespaces:
+        check_namespace(namespace)
+    for name, column in ((name, column) for columns in shards for name, column in columns.items()):
+        if column.dtype.kind != "i" or column.ndim != 1:
+            raise ValueError(f"its {name} are {column.dtype} of shape {column.shape}")
     return Saved(config, namespaces, shards)
 
 
@@ -130,6 +155,8 @@ def restore(saved: Saved, shards: Sequence["Shard"]) -> None:
 
 def _build(shard: "Shard", namespaces: list[AnyNamespace], columns: dict[str, np.ndarray]) -> list[Node]:
     tree, nodes = shard.tree, []
+    rows = {len(columns[name]) for name in _COLUMNS}
+    assert len(rows) == 1, f"its columns have {sorted(rows)} rows."
     ends = np.cumsum(columns["count"])
     tokens = columns["tokens"].astype("<i4").tobytes()
     kv_slots = shard.kv.as_int32(columns["kv_slots"])
@@ -143,6 +170,7 @@ def _build(shard: "Shard", namespaces: list[AnyNamespace], columns: dict[str, np
         assert -1 <= parent < len(nodes), "a node comes before its parent."
         root = tree.root(namespaces[namespace], shard.counts_of(namespaces[namespace], True))
         above = root if parent < 0 else nodes[parent]
+        assert above.root is root, "a node has another namespace than its parent."
         run = tokens[(end - count) * TOKEN_BYTES : end * TOKEN_BYTES]
         node = tree.add_leaf(above, run, kv_slots[end - count : end].tobytes())
         nodes.append(node)

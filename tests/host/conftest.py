@@ -1,6 +1,7 @@
 """A prefix cache whose slots hold readable contents, so that a wrong slot is seen and not just counted."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from mambacache_jax.config import CacheConfig
 from mambacache_jax.errors import OutOfSlots
 from mambacache_jax.host import Inserted, Match, PrefixCache, TokenBuffer
+from mambacache_jax.host.namespace import AnyNamespace
 
 
 class Toy:
@@ -16,8 +18,11 @@ class Toy:
     Prompts are text, a letter a token. `request_kv` and `request_ssm` are the slots that are ours.
     """
 
-    def __init__(self, num_kv_slots: int = 64, num_ssm_slots: int = 8, page_size: int = 1) -> None:
-        self.cache = PrefixCache(CacheConfig(num_kv_slots, num_ssm_slots, page_size, track_interval=256))
+    def __init__(
+        self, num_kv_slots: int = 64, num_ssm_slots: int = 8, page_size: int = 1, **rules: Any
+    ) -> None:
+        config = CacheConfig(num_kv_slots, num_ssm_slots, page_size, track_interval=256, **rules)
+        self.cache = PrefixCache(config)
         self.page_size = page_size
         self.kv: dict[int, str] = {}
         self.ssm: dict[int, str] = {}
@@ -53,7 +58,7 @@ class Toy:
         kv_slots: Iterable[int],
         slot: int = 0,
         start: int = 0,
-        namespace: str | None = None,
+        namespace: AnyNamespace = None,
     ) -> Inserted:
         """Inserts, and frees the checkpoint if the tree had one."""
         kv_slots = np.array(kv_slots, np.int32)
@@ -66,7 +71,7 @@ class Toy:
             assert self.kv[canonical] == prompt[: position + 1]
         return inserted
 
-    def put(self, prompt: str, checkpoint: bool = True, namespace: str | None = None) -> Inserted:
+    def put(self, prompt: str, checkpoint: bool = True, namespace: AnyNamespace = None) -> Inserted:
         """Computes a whole prompt and inserts it, with the state at its end."""
         kv_slots = self.compute_kv(prompt)
         slot = self.compute_state(prompt) if checkpoint else 0
@@ -80,7 +85,7 @@ class Toy:
         self.cache.free_kv(slots)
         self.request_kv -= set(slots.tolist())
 
-    def match(self, prompt: str, namespace: str | None = None, max_len: int | None = None) -> Match:
+    def match(self, prompt: str, namespace: AnyNamespace = None, max_len: int | None = None) -> Match:
         """Matches, and reads every slot that the match names."""
         match = self.cache.match(self.tokens(prompt), namespace, max_len)
         assert [self.kv[slot] for slot in match.kv_slots.tolist()] == [
@@ -92,7 +97,7 @@ class Toy:
             assert match.checkpoint_slot == 0
         return match
 
-    def hit(self, prompt: str, namespace: str | None = None) -> int:
+    def hit(self, prompt: str, namespace: AnyNamespace = None) -> int:
         """Tokens that a prompt can resume from, all of it allowed."""
         return self.match(prompt, namespace).prefix_len
 
@@ -125,6 +130,10 @@ class Toy:
         self.cache.unlock(lease)
         self.check()
         return match
+
+    def everything(self) -> dict[str, Any]:
+        """All that can be seen of the cache, to compare before and after."""
+        return {"tree": self.cache.to_dict(), **vars(self.cache.stats()), **vars(self.cache.stats(None))}
 
     def check(self) -> None:
         self.cache.check_invariants(self.request_kv, self.request_ssm)
