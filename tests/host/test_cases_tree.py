@@ -3,12 +3,11 @@
 Each slot remembers the tokens that were folded into it, so a match that names a wrong slot fails at once.
 """
 
-import numpy as np
 import pytest
 
 from mambacache_jax.config import CacheConfig
-from mambacache_jax.errors import OutOfSlots, StampMismatch
-from mambacache_jax.host import PrefixCache, TokenBuffer, make_prefix_cache
+from mambacache_jax.errors import StampMismatch
+from mambacache_jax.host import PrefixCache, Stamp, TokenBuffer
 
 
 def test_b01_the_same_prompt_hits_the_third_time_though_only_its_end_had_a_state(make_toy, page_size):
@@ -42,28 +41,6 @@ def test_b03_a_shared_part_that_ends_inside_a_page_is_reused_up_to_its_last_page
     stats = toy.cache.stats()
     assert (stats.kv_matched_tokens, stats.hit_tokens, stats.kv_only_tokens) == (8, 0, 8)
     assert toy.serve(prompts[2]).prefix_len == 8
-
-
-def test_b04_b05_b06_a_hit_that_is_not_admitted_costs_no_slot(make_toy):
-    toy = make_toy(num_kv_slots=16)
-    toy.put("ABCDEFGH")
-    toy.compute_kv("XXXX")
-    for _ in range(3):
-        lease = toy.cache.lock(toy.match("ABCDEFGHIJKLMNOP"))
-        with pytest.raises(OutOfSlots):
-            toy.cache.allocate_kv(8)
-        toy.cache.unlock(lease)
-        assert (toy.cache.kv[0].num_used, toy.cache.ssm[0].num_used) == (12, 1)
-    toy.check()
-
-
-def test_b08_no_slot_that_is_none_enters_the_free_list(toy):
-    slots = toy.cache.allocate_ssm(3)
-    for wrong in ([-1], [0], [int(slots[0]), -1], [int(slots[0]), int(slots[0])]):
-        with pytest.raises(ValueError, match="Slot"):
-            toy.cache.free_ssm(wrong)
-    toy.cache.free_ssm(slots)
-    assert sorted(toy.cache.allocate_ssm(8).tolist()) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_b10_a_state_that_lies_inside_a_page_is_refused(make_toy):
@@ -105,43 +82,6 @@ def test_b14_a_node_without_a_state_does_not_stop_the_walk(toy):
     toy.put("A" * 8, checkpoint=False)
     toy.put("A" * 16)
     assert toy.hit("A" * 20) == 16
-
-
-def test_b15_a_leaf_whose_kv_is_held_gives_its_state_and_keeps_its_kv(make_toy):
-    toy = make_toy(num_ssm_slots=1)
-    lease = toy.cache.lock(toy.put("ABCD"), ssm=False)
-    assert toy.cache.allocate_ssm().tolist() == [1]
-    assert toy.match("ABCD").kv_len == 4
-    assert toy.cache.evict(kv=64) == (0, 0)
-    toy.cache.unlock(lease)
-    toy.request_ssm = {1}
-    toy.check()
-
-
-@pytest.mark.parametrize("first_ssm", [True, False])
-def test_b16_a_lock_older_than_the_state_releases_nobody_elses(toy, first_ssm):
-    first = toy.cache.lock(toy.put("ABCD", checkpoint=False), ssm=first_ssm)
-    toy.insert("ABCD", [], toy.compute_state("ABCD"), start=4)
-    second = toy.cache.lock(toy.match("ABCD"))
-    toy.cache.unlock(first)
-    toy.check()
-    assert toy.cache.evict(kv=64, ssm=8) == (0, 0)
-    assert toy.hit("ABCD") == 4
-    toy.cache.unlock(second)
-    assert toy.cache.evict(ssm=8) == (0, 1)
-    toy.check()
-
-
-def test_b16_a_lock_survives_the_loss_and_return_of_the_state_under_it(toy):
-    held = toy.cache.lock(toy.put("ABCD"), ssm=False)
-    toy.cache.evict(ssm=1)
-    locked = toy.cache.lock(toy.put("ABCD", checkpoint=False))
-    toy.insert("ABCD", [], toy.compute_state("ABCD"), start=4)
-    toy.cache.unlock(held)
-    toy.check()
-    assert toy.cache.evict(kv=64, ssm=8) == (0, 0)
-    toy.cache.unlock(locked)
-    toy.check()
 
 
 def test_b17_a_page_that_the_pool_cannot_hold_is_refused_at_once():
@@ -193,28 +133,6 @@ def test_b30_b32_a_reused_slot_is_nobodys_checkpoint_any_more(make_toy):
     toy.check()
 
 
-def test_b43_a_slot_that_was_given_away_cannot_be_given_or_freed_again(toy):
-    slots, slot = toy.compute_kv("ABCD"), toy.compute_state("ABCD")
-    toy.insert("ABCD", slots, slot)
-    with pytest.raises(ValueError, match="belongs to the tree"):
-        toy.cache.insert(toy.tokens("ABCDEF"), toy.compute_kv("EF"), slot, kv_start=4)
-    with pytest.raises(ValueError, match="belongs to the tree"):
-        toy.cache.insert(toy.tokens("WXYZ"), slots)
-    with pytest.raises(ValueError, match="belongs to the tree"):
-        toy.cache.free_ssm([slot])
-    toy.check()
-
-
-def test_b45_a_key_one_token_short_of_a_page_leaves_the_last_page_to_the_request(make_toy):
-    toy = make_toy(page_size=4)
-    slots = toy.compute_kv("ABCDEFGH")
-    inserted = toy.insert("ABCDEFG", slots[:7])
-    assert inserted.position == 4
-    assert toy.request_kv == set(slots[4:].tolist())
-    toy.free(slots[4:])
-    toy.check()
-
-
 def test_b47_after_an_overshoot_the_track_before_it_is_published(toy):
     slots = toy.compute_kv("ABCDEFG")
     newest, before = toy.compute_state("ABCDEFGH"), toy.compute_state("ABCD")
@@ -229,85 +147,70 @@ def test_b47_after_an_overshoot_the_track_before_it_is_published(toy):
     toy.check()
 
 
-def test_b50_each_pool_is_counted_by_its_own_size():
-    cache = PrefixCache(CacheConfig(num_kv_slots=4, num_ssm_slots=9))
-    assert len(cache.allocate_ssm(9)) == 9
-    with pytest.raises(OutOfSlots, match="KV pool: 5 slots needed, 4 free and 0 evictable of 4"):
-        cache.allocate_kv(5)
-    with pytest.raises(OutOfSlots, match="SSM pool: 1 slots needed, 0 free and 0 evictable of 9"):
-        cache.allocate_ssm()
-
-
-def test_b53_chunks_that_nobody_keeps_still_make_progress():
-    cache = make_prefix_cache(CacheConfig(num_kv_slots=8, num_ssm_slots=1, prefix_caching=False))
-    table = np.zeros(0, np.int32)
-    for end in (4, 8):
-        table = np.concatenate([table, cache.allocate_kv(4)])
-        inserted = cache.insert(np.arange(end), table)
-        assert inserted.kv_slots.tolist() == table.tolist()
-        assert cache.kv[0].num_used == end
-    cache.free_kv(table)
-    cache.check_invariants()
-
-
-def test_b56_a_lease_taken_while_evicting_releases_exactly_itself(toy):
-    toy.put("AB")
-    toy.put("ABCD")
-    running = toy.cache.lock(toy.match("ABCD"))
-    temporary = toy.cache.lock(toy.match("AB"))
-    toy.cache.evict(ssm=1)
-    toy.cache.unlock(temporary)
-    with pytest.raises(ValueError, match="released already"):
-        toy.cache.unlock(temporary)
-    assert (toy.cache.evictable_kv(), toy.cache.evictable_ssm()) == (0, 1)
-    toy.cache.unlock(running)
-    assert (toy.cache.evictable_kv(), toy.cache.evictable_ssm()) == (4, 2)
+def test_b02_b03_a_cap_on_checkpoints_keeps_those_where_prompts_part(make_toy):
+    toy = make_toy(max_checkpoints_per_path=2)
+    for suffix in "abcd":
+        toy.serve("PPPPPPPP" + suffix * 6)
+    assert toy.serve("PPPPPPPP" + "e" * 6).prefix_len == 8
+    toy.put("PPPPPPPP" + "a" * 8)
+    toy.put("PPPPPPPP" + "a" * 9)
+    assert toy.hit("PPPPPPPPz") == 8
     toy.check()
 
 
-def test_b57_without_a_slot_a_checkpoint_is_skipped_and_the_request_goes_on(make_toy):
-    toy = make_toy(num_ssm_slots=4)
-    working = [toy.compute_state("working") for _ in range(2)]
-    leases = [toy.cache.lock(toy.put(prompt)) for prompt in ("AAAA", "BBBB")]
-    assert (toy.cache.ssm[0].num_free, toy.cache.evictable_ssm()) == (0, 0)
-    toy.serve("CCCC", checkpoints=[2, 3])
-    assert toy.skipped == 2
-    assert toy.match("CCCC").kv_len == 3
-    for lease in leases:
-        toy.cache.unlock(lease)
-    assert toy.cache.allocate_ssm(2).tolist() != working
-    toy.request_ssm |= set(range(1, 5))
+def test_b10_b24_a_cap_or_a_file_leaves_every_state_at_a_page_with_the_hash_of_its_path(make_toy, tmp_path):
+    toy = make_toy(page_size=4, max_checkpoints_per_path=1)
+    for prompt in ("ABCDEFGHIJ", "ABCDEFXXXX", "ABCDEFGHIJKLMN"):
+        toy.serve(prompt)
+    toy.put("ABCDEFGHIJKLMNOP")
+    assert toy.cache.stats().skipped["path_cap"] == 2
+    toy.cache.save(tmp_path / "tree")
+    loaded = PrefixCache.load(tmp_path / "tree")
+    loaded.check_invariants()
+    for prompt in ("ABCDEFXXX", "ABCDEFGHIJKLX"):
+        match = loaded.match(toy.tokens(prompt))
+        assert match.prefix_len == toy.hit(prompt) > 0
+
+
+def test_b12_b13_one_token_less_than_a_page_of_64_matches_nothing_and_leaves_nothing(make_toy):
+    toy = make_toy(page_size=64, num_kv_slots=256)
+    toy.put("A" * 63 + "B")
+    assert [toy.match("A" * 63).kv_len, toy.match("A" * 63 + "B").kv_len] == [0, 64]
+    toy.put("A" * 63, checkpoint=False)
+    toy.put("A" * 63 + "BX", checkpoint=False)
+    toy.put("A" * 63 + "B" + "D" * 64)
+    toy.check()
+    assert toy.cache.evict(kv=1).kv == 64
+    assert toy.cache.evict(kv=256).kv == 64
+    assert toy.cache.stats().nodes == 0
     toy.check()
 
 
-def test_b58_removing_a_leaf_stops_at_an_ancestor_that_is_in_use(toy):
-    toy.put("AB", checkpoint=False)
-    lease = toy.cache.lock(toy.put("AB", checkpoint=False), ssm=False)
-    toy.put("ABCD")
-    toy.put("ABXY")
-    assert toy.cache.evict(kv=2) == (2, 1)
-    toy.check()
-    assert toy.cache.evict(kv=64) == (2, 1)
-    assert toy.match("AB").kv_len == 2
-    toy.put("ABCD")
-    toy.cache.unlock(lease)
-    assert toy.cache.evict(kv=64).kv == 4
+def test_b20_no_state_answers_for_fewer_tokens_than_are_folded_into_it(make_toy, page_size):
+    toy = make_toy(page_size=page_size)
+    toy.put("ABCDEFGHIJKL")
+    for max_len in range(12):
+        match = toy.match("ABCDEFGHIJKL", max_len=max_len)
+        assert (match.prefix_len, match.checkpoint_slot) == (0, 0)
+        assert match.branch_position == (toy.floor(max_len) or None)
+
+
+def test_b26_a_state_that_the_device_never_wrote_has_the_stamp_of_what_was_there_before(toy):
+    slots, slot = toy.compute_kv("ABCD"), toy.compute_state("ABCD")
+    old = TokenBuffer(toy.tokens("WXYZ")).stamp(4)
+    with pytest.raises(StampMismatch, match=r"has the stamp .* it is the state of others"):
+        toy.cache.insert(TokenBuffer(toy.tokens("ABCD")), slots, slot, stamp=old)
+    with pytest.raises(StampMismatch):
+        toy.cache.insert(TokenBuffer(toy.tokens("ABCD")), slots, slot, stamp=Stamp(0, old.token_hash))
     toy.check()
 
 
-def test_b61_a_reset_waits_for_leases_and_leaves_no_stale_hit(toy):
-    toy.put("ABCD")
-    running = toy.cache.lock(toy.match("ABCD"))
-    own = toy.compute_kv("EF")
-    preempted = toy.match("ABCD")
-    with pytest.raises(ValueError, match="before a reset"):
-        toy.cache.reset()
-    toy.cache.unlock(running)
-    toy.cache.reset()
-    with pytest.raises(ValueError, match="match again"):
-        toy.cache.lock(preempted)
-    assert [toy.hit("ABCD"), toy.match("ABCD").kv_len] == [0, 0]
+def test_b30_a_reused_slot_is_nobodys_checkpoint_under_another_name_either(make_toy):
+    toy = make_toy(num_ssm_slots=1)
+    toy.put("ABCD", namespace="a")
+    stale = toy.match("ABCD", "a")
+    toy.put("ABCD", namespace="b")
+    assert [toy.hit("ABCD", name) for name in ("a", "b")] == [0, 4]
+    with pytest.raises(ValueError, match="checkpoint in slot 1 at position 4 has been evicted"):
+        toy.cache.lock(stale)
     toy.check()
-    toy.free(own)
-    assert toy.serve("ABCDEF").prefix_len == 0
-    assert toy.serve("ABCDEF").prefix_len == 5
