@@ -199,3 +199,38 @@ def test_a_tree_slot_cannot_be_freed_by_a_caller(toy):
     with pytest.raises(ValueError, match="belongs to the tree"):
         toy.cache.free_ssm([inserted.node.checkpoint_slot])
     toy.check()
+
+
+def test_an_insert_from_a_lease_goes_on_where_the_lease_ends(make_toy, page_size):
+    toy = make_toy(page_size=page_size)
+    lease = toy.cache.lock(toy.put("ABCDEFGH"))
+    slots = toy.compute_kv("ABCDEFGHIJKL", 8)
+    inserted = toy.cache.insert(toy.tokens("ABCDEFGHIJKL"), slots, lease=lease)
+    assert (inserted.prefix_len, inserted.position) == (8, 12)
+    assert inserted.kv_slots.tolist() == slots.tolist()
+    toy.request_kv -= set(slots.tolist())
+    toy.cache.renew(lease, inserted)
+    toy.check()
+    toy.cache.unlock(lease)
+    assert toy.match("ABCDEFGHIJKL").kv_len == 12
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda toy, lease: {"namespace": "tenant"}, "holds a prefix of None, not of 'tenant'"),
+        (lambda toy, lease: {"tokens": toy.tokens("ABXYEF")}, "do not begin with the prefix of"),
+        (lambda toy, lease: {"tokens": toy.tokens("ABC")}, "These 3 tokens do not begin"),
+        (lambda toy, lease: {"kv_start": 2}, "kv_start is 2, and .* ends at 4: leave it out"),
+        (lambda toy, lease: toy.cache.unlock(lease), "has been released already"),
+    ],
+)
+def test_an_insert_refuses_a_lease_that_is_none_on_its_prefix(toy, wrong, message):
+    lease = toy.cache.lock(toy.put("ABCD"))
+    slots = toy.compute_kv("EF")
+    call = {"tokens": toy.tokens("ABCDEF"), "lease": lease}
+    call |= wrong(toy, lease) or {}
+    before = toy.cache.to_dict()
+    with pytest.raises(ValueError, match=message):
+        toy.cache.insert(kv_slots=slots, **call)
+    assert toy.cache.to_dict() == before

@@ -50,6 +50,10 @@ def test_a_match_of_one_shard_cannot_be_locked_in_another(cache):
     with pytest.raises(ValueError, match="another cache's"):
         cache.lock(match._replace(shard=0))
     lease = cache.lock(match)
+    own = cache.allocate_kv(1, shard=0)
+    with pytest.raises(ValueError, match="holds nothing of shard 0 of this cache"):
+        cache.insert([*TOKENS, 5], own, lease=lease, shard=0)
+    cache.free_kv(own, shard=0)
     assert (cache.evictable_kv(shard=0), cache.evictable_kv(shard=1)) == (4, 0)
     lease.shard = 0
     for call in (cache.unlock, cache.relax, lambda lease: cache.renew(lease, match)):
