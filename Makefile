@@ -12,7 +12,7 @@ export TPU_SKIP_MDS_QUERY ?= 1
 export TPU_ACCELERATOR_TYPE ?= v5litepod-4
 export TPU_WORKER_HOSTNAMES ?= localhost
 
-.PHONY: help demo test lint format bench aot test-newest train-tiny clean
+.PHONY: help demo test lint format bench aot test-newest host-long mutants train-tiny clean
 
 help:
 	@echo "make demo         a real trace through the engine, with the cache and without; writes out/demo-report.html"
@@ -21,6 +21,8 @@ help:
 	@echo "make bench        the demo at concurrency 1, 4 and 8; writes out/bench-*.json"
 	@echo "make aot          compiles the device programs for TPU and GPU without one, and checks them"
 	@echo "make test-newest  the tests on Python 3.13 with the newest jax, where that interpreter is found"
+	@echo "make host-long    the state machines of the prefix cache for some minutes, another run each time"
+	@echo "make mutants      plants faults in the prefix cache, and shows that the tests catch each; some minutes"
 	@echo "make train-tiny   trains the tiny model again, about 15 minutes on two cores"
 	@echo "make clean        removes what these targets made"
 
@@ -72,6 +74,12 @@ test-newest:
 	$(VENV)-newest/bin/python -m pip install $(INSTALL) --upgrade --upgrade-strategy eager -e '.[dev]'; \
 	$(VENV)-newest/bin/python -c 'import jax, sys; print("Python", sys.version.split()[0], "jax", jax.__version__)'; \
 	$(VENV)-newest/bin/python -m pytest
+
+host-long: $(VENV)/.installed
+	@MAMBACACHE_HOST_EXAMPLES=$${MAMBACACHE_HOST_EXAMPLES:-2000} $(BIN)/python -m pytest tests/host/test_tree_machine.py
+
+mutants: $(VENV)/.installed
+	@$(BIN)/python tests/mutants.py
 
 train-tiny: $(VENV)/.installed
 	@$(BIN)/python -m mambacache_jax.models.tiny.train

@@ -10,6 +10,8 @@ from mambacache_jax.config import CacheConfig
 from mambacache_jax.errors import OutOfSlots
 from mambacache_jax.host import PrefixCache, make_prefix_cache
 
+from .plain_allocator import PlainAllocator
+
 
 def test_b04_b05_b06_a_hit_that_is_not_admitted_costs_no_slot(make_toy):
     toy = make_toy(num_kv_slots=16)
@@ -375,3 +377,13 @@ def test_b67_a_match_of_kv_alone_locks_no_state(toy):
     assert toy.cache.match_kv(toy.tokens("XYZ")).node is None
     assert toy.cache.match_kv(toy.tokens("ABCD"), max_len=3).prefix_len == 3
     toy.check()
+
+
+def test_b54_a_load_that_is_refused_takes_no_slot_of_the_callers(toy, tmp_path):
+    toy.put("ABCD")
+    toy.cache.save(tmp_path / "tree")
+    kv, ssm = PlainAllocator(4), PlainAllocator(1)
+    for config in (CacheConfig(2, 1), CacheConfig(4, 1, page_size=2), CacheConfig(4, 1, num_shards=2)):
+        with pytest.raises(ValueError, match=r"out of range|Pages of 1|1 shards were saved"):
+            PrefixCache.load(tmp_path / "tree", config, [kv] * config.num_shards, [ssm] * config.num_shards)
+    assert (kv.num_free, ssm.num_free) == (4, 1)

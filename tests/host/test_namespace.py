@@ -60,11 +60,14 @@ class Name(str):
     pass
 
 
-@pytest.mark.parametrize("wrong", [True, 1.0, np.int64(1), ("a",), ["a"], {}, Name("a"), Name("1")], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", [True, 1.0, np.int64(1), ("a",), ("a", None, 0), ["a"], {}, Name("a"), Name("1")], ids=repr
+)
 def test_what_equals_a_namespace_and_is_none_is_refused_everywhere(toy, wrong):
     """Python holds `True`, `1.0` and `1` for one key: a prefix of one would be handed to the other."""
     toy.put("ABCD", namespace=1)
     toy.put("ABCD", namespace="a")
+    toy.put("ABCD", namespace=Namespace("a"))
     own, before = toy.compute_kv("WXYZ"), toy.everything()
     tokens = toy.tokens("ABCD")
     for call in (
