@@ -59,8 +59,8 @@ class CacheConfig:
         position and the prompt's end.
       state_dtype: storage of recurrent states, "float32" or "bfloat16". They are summed in float32.
       num_shards: index spaces, one for each data-parallel rank. Each has pools of the sizes above.
-      max_checkpoints_per_path: checkpoints kept between a root and a leaf; None for no limit. Past it an
-        adoption drops the shallowest that no lease holds and where paths do not part.
+      max_checkpoints_per_path: checkpoints kept from a root to where one is adopted; None for no limit. Past
+        it the shallowest go that no lease holds and where paths do not part.
       events: keep what changes for `PrefixCache.events`.
     """
 

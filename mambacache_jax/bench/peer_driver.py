@@ -10,32 +10,62 @@ numbers, as for timing one operation, gets slots of ours in their place.
 import numpy as np
 
 from mambacache_jax.config import CacheConfig
-from mambacache_jax.host import Inserted, Lease, Match, Namespace, PrefixCache, TokenBuffer
+from mambacache_jax.host import Inserted, Lease, Match, Namespace, PrefixCache, SlotAllocator, TokenBuffer
+from mambacache_jax.host.allocator import Slots
 
 NAMESPACE = Namespace(adapter="adapter", salt="tenant")
 
 
-class CountingSlots:
+class CountingSlots(SlotAllocator):
     """An allocator that only counts, as the harness gives to every cache that it times.
 
-    It hands out slots in turn, whoever has them still.
+    It hands out slots in turn, whoever has them still, so it cannot tell whose a slot is.
     """
 
     def __init__(self, num_slots: int, page_size: int) -> None:
-        self.num_free = self._num_slots = num_slots
-        self._next, self._slots = 0, np.arange(page_size, num_slots + page_size, dtype=np.int32)
+        """Counts from `num_slots`."""
+        super().__init__(num_slots, page_size)
+        self._next, self._left = 0, num_slots
+        self._slots = np.arange(page_size, num_slots + page_size, dtype=np.int32)
+
+    @property
+    def num_free(self) -> int:
+        """Slots not handed out, or come back."""
+        return self._left
 
     def allocate(self, num_slots: int) -> np.ndarray:
         """The next slots."""
-        if self._next + num_slots > self._num_slots:
+        if self._next + num_slots > len(self._slots):
             self._next = 0
         start, self._next = self._next, self._next + num_slots
-        self.num_free -= num_slots
+        self._left -= num_slots
         return self._slots[start : self._next]
 
-    def free(self, slots: np.ndarray) -> None:
+    def allocate_one(self) -> int:
+        """The next slot."""
+        return int(self.allocate(1)[0])
+
+    def validate_one(self, slot: int) -> None:
+        """Lets any slot pass."""
+
+    def exchange(self, freed: np.ndarray, adopted: np.ndarray) -> None:
+        """Counts what comes back."""
+        self._left += len(freed)
+
+    def free(self, slots: Slots) -> None:
         """Counts them."""
-        self.num_free += len(slots)
+        self._left += len(slots)
+
+    def free_adopted(self, slots: np.ndarray) -> None:
+        """Counts them."""
+        self._left += len(slots)
+
+    def free_one(self, slot: int) -> None:
+        """Counts it."""
+        self._left += 1
+
+    def adopt_one(self, slot: int) -> None:
+        """Lets any slot pass."""
 
 
 class PeerDriver:

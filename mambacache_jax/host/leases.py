@@ -28,7 +28,7 @@ class Leases:
         """
         node, shard = where.node, where.shard
         if node is None:
-            return Lease(None, False, shard)
+            return Lease(None, False, shard, where.key)
         root = node.root
         tree = self._shards[shard].tree
         if node.removed or root.removed or root.owner is not tree:
@@ -41,7 +41,9 @@ class Leases:
                 self._raise_no_checkpoint(node, where)
             tree.lock_checkpoint(node)
         tree.hold(node)
-        return Lease(node, ssm, shard)
+        # A match of KV alone may leave its node inside; the tokens are not those of the whole path then.
+        inside = type(where) is Match and where.prefix_len != node.position
+        return Lease(node, ssm, shard, b"" if inside else where.key)
 
     def renew(self, lease: Lease, where: Match | Inserted, ssm: bool = True) -> Lease:
         """Moves a lease on to what a match or an insert found: `lock`, then `unlock` of what it held before.
@@ -57,7 +59,7 @@ class Leases:
         self._check_held(lease)
         new = self.lock(where, ssm)
         self._release(lease)
-        lease.node, lease.ssm, lease.shard = new.node, new.ssm, new.shard
+        lease.node, lease.ssm, lease.shard, lease.key = new.node, new.ssm, new.shard, new.key
         return lease
 
     def relax(self, lease: Lease) -> Lease:

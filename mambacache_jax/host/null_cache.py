@@ -26,11 +26,12 @@ class NullPrefixCache(PrefixCache):
         shard: int = 0,
     ) -> Inserted:
         """Takes nothing over: every slot is still the caller's."""
-        num_tokens = len(token_bytes(tokens)) // TOKEN_BYTES if length is None else length
+        key = token_bytes(tokens)
+        num_tokens = len(key) // TOKEN_BYTES if length is None else length
         kv_start = kv_start or 0
         slots = self._shards[shard].caller_slots(kv_slots, kv_start, num_tokens)
         end = num_tokens - num_tokens % self._page_size
-        return Inserted(0, slots[: max(0, end - kv_start)].copy(), NO_KV, False, None, shard)
+        return Inserted(0, slots[: max(0, end - kv_start)].copy(), NO_KV, False, None, shard, key)
 
 
 def make_prefix_cache(config: CacheConfig) -> PrefixCache:

@@ -50,7 +50,7 @@ class PrefixCache(Leases):
 
         Args:
           config: sizes and rules.
-          kv: the caller's own allocators of KV slots, one a shard; None makes them.
+          kv: the caller's own allocators of KV slots, one a shard; None makes `SlotAllocator`s.
           ssm: the caller's own allocators of SSM slots, likewise.
         """
         if not config.prefix_caching and type(self) is PrefixCache:
@@ -76,7 +76,7 @@ class PrefixCache(Leases):
           max_len: look at so many tokens at most; `len(prompt) - 1` leaves one to compute logits from.
           shard: where to look.
         """
-        s, root, path, _, kv_len, count = self._walk(tokens, namespace, max_len, shard)
+        s, root, key, path, _, kv_len, count = self._walk(tokens, namespace, max_len, shard)
         counts = s.counts_of(namespace, False) if root is None else root.counts
         counts.matches += 1
         counts.queried_tokens += count
@@ -84,24 +84,24 @@ class PrefixCache(Leases):
         while path and not path[-1].checkpoint_slot:
             path.pop()
         if not path:
-            return Match(0, NO_KV, 0, kv_len, None, shard)
+            return Match(0, NO_KV, 0, kv_len, None, shard, key)
         node = path[-1]
         position = node.position
         counts.hit_tokens += position
         s.tree.touch(node)
-        return Match(position, _slots_of(path), node.checkpoint_slot, kv_len, node, shard)
+        return Match(position, _slots_of(path), node.checkpoint_slot, kv_len, node, shard, key)
 
     def probe(
         self, tokens: Tokens, namespace: AnyNamespace = None, max_len: int | None = None, *, shard: int = 0
     ) -> Match:
         """What `match` would find; neither recency nor statistics can tell that it was asked."""
-        _, _, path, _, kv_len, _ = self._walk(tokens, namespace, max_len, shard)
+        _, _, key, path, _, kv_len, _ = self._walk(tokens, namespace, max_len, shard)
         while path and not path[-1].checkpoint_slot:
             path.pop()
         if not path:
-            return Match(0, NO_KV, 0, kv_len, None, shard)
+            return Match(0, NO_KV, 0, kv_len, None, shard, key)
         node = path[-1]
-        return Match(node.position, _slots_of(path), node.checkpoint_slot, kv_len, node, shard)
+        return Match(node.position, _slots_of(path), node.checkpoint_slot, kv_len, node, shard, key)
 
     def match_kv(
         self, tokens: Tokens, namespace: AnyNamespace = None, max_len: int | None = None, *, shard: int = 0
@@ -111,12 +111,12 @@ class PrefixCache(Leases):
         Leaves recency and statistics alone: such a request has matched already. Lock it with `ssm=False`;
         where it ends inside a node, the whole node is held.
         """
-        _, _, path, cut, kv_len, _ = self._walk(tokens, namespace, max_len, shard)
+        _, _, key, path, cut, kv_len, _ = self._walk(tokens, namespace, max_len, shard)
         if cut is not None and kv_len > cut.position - len(cut.kv) // TOKEN_BYTES:
             path.append(cut)
         if not path:
-            return Match(0, NO_KV, 0, 0, None, shard)
-        return Match(kv_len, _slots_of(path)[:kv_len], 0, kv_len, path[-1], shard)
+            return Match(0, NO_KV, 0, 0, None, shard, key)
+        return Match(kv_len, _slots_of(path)[:kv_len], 0, kv_len, path[-1], shard, key)
 
     def insert(
         self,
@@ -350,8 +350,8 @@ class PrefixCache(Leases):
 
     def _walk(
         self, tokens: Tokens, namespace: AnyNamespace, max_len: int | None, shard: int
-    ) -> tuple[Shard, Root | None, list[Node], Node | None, int, int]:
-        """Where `RadixTree.walk` was done, what it returned, and how many tokens it looked at."""
+    ) -> tuple[Shard, Root | None, bytes, list[Node], Node | None, int, int]:
+        """Where `RadixTree.walk` was done, on what, what it returned, and how many tokens it looked at."""
         s = self._shards[shard]
         key = tokens.data if type(tokens) is TokenBuffer else token_bytes(tokens)
         count = len(key) // TOKEN_BYTES
@@ -362,7 +362,7 @@ class PrefixCache(Leases):
         end = (count - count % self._page_size) * TOKEN_BYTES
         root = s.root(namespace)
         path, cut, kv_len = s.tree.walk(key, end, root)
-        return s, root, path, cut, kv_len, count
+        return s, root, key, path, cut, kv_len, count
 
 
 def _allocators(
@@ -374,7 +374,10 @@ def _allocators(
         raise ValueError(
             f"{name} must have an allocator for each of {num_shards} shards, got {len(callers)}."
         )
-    return tuple(BorrowedSlots(caller, num_slots, page_size) for caller in callers)
+    return tuple(
+        caller if isinstance(caller, SlotAllocator) else BorrowedSlots(caller, num_slots, page_size)
+        for caller in callers
+    )
 
 
 def _slots_of(path: list[Node]) -> np.ndarray:

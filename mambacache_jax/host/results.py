@@ -19,6 +19,7 @@ class Match(NamedTuple):
       kv_len: tokens with KV, checkpoint or not; a multiple of the page size.
       node: where the match ends, or of `match_kv` the node in which it ends; None where nothing matched.
       shard: whose slots they are.
+      key: the tokens that were looked for, as bytes; a lease compares them with those of an insert.
     """
 
     prefix_len: int
@@ -27,6 +28,7 @@ class Match(NamedTuple):
     kv_len: int
     node: Node | None
     shard: int
+    key: bytes
 
     @property
     def branch_position(self) -> int | None:
@@ -45,6 +47,7 @@ class Inserted(NamedTuple):
       adopted: the tree owns the checkpoint slot; otherwise it is still the caller's.
       node: the node that ends at `position`; None where nothing is kept.
       shard: whose slots they are.
+      key: the tokens that were inserted, as bytes; a lease compares them with those of the next insert.
     """
 
     prefix_len: int
@@ -53,6 +56,7 @@ class Inserted(NamedTuple):
     adopted: bool
     node: Node | None
     shard: int
+    key: bytes
 
     @property
     def position(self) -> int:
@@ -79,14 +83,15 @@ class Lease:
       node: the node whose path is held; None holds nothing.
       ssm: the node's checkpoint is locked as well.
       shard: where.
+      key: begins with the tokens of the node's path, as bytes; empty where these are not known.
       released: it has been given back.
       pinned: the cache itself keeps it, until `PrefixCache.unpin`.
     """
 
-    __slots__ = ("node", "pinned", "released", "shard", "ssm")
+    __slots__ = ("key", "node", "pinned", "released", "shard", "ssm")
 
-    def __init__(self, node: Node | None, ssm: bool, shard: int) -> None:
-        self.node, self.ssm, self.shard = node, ssm, shard
+    def __init__(self, node: Node | None, ssm: bool, shard: int, key: bytes) -> None:
+        self.node, self.ssm, self.shard, self.key = node, ssm, shard, key
         self.released = self.pinned = False
 
     def __repr__(self) -> str:

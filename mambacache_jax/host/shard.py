@@ -137,7 +137,7 @@ class Shard:
             else:
                 adopted = True
                 self._adopt(node, checkpoint_slot)
-        return Inserted(reached, canonical, duplicates, adopted, node, self.index)
+        return Inserted(reached, canonical, duplicates, adopted, node, self.index, key)
 
     def caller_slots(self, kv_slots: Slots, kv_start: int, num_tokens: int) -> np.ndarray:
         """The slots that an insert was given, int32, of the right number."""
@@ -286,8 +286,10 @@ class Shard:
             raise ValueError(f"{lease} holds nothing of shard {self.index} of this cache.")
         if namespace is not root.namespace and namespace != root.namespace:
             raise ValueError(f"{lease} holds a prefix of {root.namespace!r}, not of {namespace!r}.")
-        start = node.position * TOKEN_BYTES - len(node.tokens)
-        if num_tokens < node.position or not key.startswith(node.tokens, start):
+        end = node.position * TOKEN_BYTES
+        if not lease.key:
+            raise ValueError(f"{lease} holds a node that its match leaves inside: insert without it.")
+        if num_tokens < node.position or (key is not lease.key and not key.startswith(lease.key[:end])):
             raise ValueError(f"These {num_tokens} tokens do not begin with the prefix of {lease}.")
         if kv_start is not None and kv_start != node.position:
             raise ValueError(f"kv_start is {kv_start}, and {lease} ends at {node.position}: leave it out.")

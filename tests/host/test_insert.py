@@ -215,6 +215,25 @@ def test_an_insert_from_a_lease_goes_on_where_the_lease_ends(make_toy, page_size
     assert toy.match("ABCDEFGHIJKL").kv_len == 12
 
 
+def test_a_lease_is_compared_with_all_of_the_prefix_and_not_its_last_node_alone(toy):
+    toy.put("ABCD")
+    lease = toy.cache.lock(toy.put("ABCDEF"))
+    slots = toy.compute_kv("XXXXEFG", 6)
+    with pytest.raises(ValueError, match="do not begin with the prefix of"):
+        toy.cache.insert(toy.tokens("XXXXEFG"), slots, lease=lease)
+    assert toy.match("ABCDEFG").kv_len == 6
+    toy.cache.insert(toy.tokens("ABCDEFG"), slots, lease=lease)
+    assert toy.cache.match(toy.tokens("ABCDEFG")).kv_len == 7
+
+
+def test_an_insert_cannot_go_on_from_a_lease_that_ends_inside_a_node(toy):
+    toy.put("ABCDEF")
+    lease = toy.cache.lock(toy.cache.match_kv(toy.tokens("ABXY")), ssm=False)
+    with pytest.raises(ValueError, match="leaves inside: insert without it"):
+        toy.cache.insert(toy.tokens("ABXYEFGH"), toy.compute_kv("ABXYEFGH", 6), lease=lease)
+    assert toy.match("ABXY").kv_len == 2
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
