@@ -188,8 +188,14 @@ FAULTS = [
     Fault(
         "an insert from a lease compares no tokens",
         "shard",
-        "or not key.startswith(node.tokens, start):",
-        "or False:",
+        "(key is not lease.key and not key.startswith(lease.key[:end]))",
+        "False",
+    ),
+    Fault(
+        "a lease that ends inside a node is taken for the whole node",
+        "leases",
+        "inside = type(where) is Match and where.prefix_len != node.position",
+        "inside = False",
     ),
     Fault(
         "an insert takes a lease that is released",
