@@ -12,7 +12,15 @@ from mambacache_jax.config import CacheConfig
 from mambacache_jax.errors import StampMismatch
 from mambacache_jax.host.allocator import SlotAllocator, Slots
 from mambacache_jax.host.events import EventLog
-from mambacache_jax.host.key import TOKEN_BYTES, Stamp, TokenBuffer, Tokens, checked_bytes, hash_at
+from mambacache_jax.host.key import (
+    TOKEN_BYTES,
+    Stamp,
+    TokenBuffer,
+    Tokens,
+    checked_bytes,
+    common_len,
+    hash_at,
+)
 from mambacache_jax.host.namespace import EVERY, AnyNamespace, Every, check_namespace
 from mambacache_jax.host.node import NO_KV, Node, Root
 from mambacache_jax.host.results import Evicted, Inserted, Lease
@@ -289,7 +297,7 @@ class Shard:
         end = node.position * TOKEN_BYTES
         if not lease.key:
             raise ValueError(f"{lease} holds a node that its match leaves inside: insert without it.")
-        if num_tokens < node.position or (key is not lease.key and not key.startswith(lease.key[:end])):
+        if num_tokens < node.position or not _same_start(key, lease.key, end):
             raise ValueError(f"These {num_tokens} tokens do not begin with the prefix of {lease}.")
         if kv_start is not None and kv_start != node.position:
             raise ValueError(f"kv_start is {kv_start}, and {lease} ends at {node.position}: leave it out.")
@@ -323,6 +331,15 @@ class Shards(dict[int, Shard]):
 
     def __missing__(self, shard: int) -> Shard:
         raise ValueError(f"There is no shard {shard!r}; there are {len(self)}, counted from 0.")
+
+
+def _same_start(one: bytes, other: bytes, end: int) -> bool:
+    """Whether the first `end` bytes of both, which have as many, are the same; copies neither."""
+    if one is other:
+        return True
+    if len(other) == end:
+        return one.startswith(other)
+    return common_len(one, 0, end, other) * TOKEN_BYTES == end
 
 
 def _kv_slots(nodes: Iterable[Node]) -> np.ndarray:
