@@ -1,26 +1,90 @@
 """Finds a model by name."""
 
+import contextlib
 from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from mambacache_jax.models import tiny
+from mambacache_jax.models.checkpoint import Checkpoint, Settings, load_params, read_config
+from mambacache_jax.models.families import FAMILIES
 from mambacache_jax.models.model import Model
+from mambacache_jax.models.tokenizer import NoTokenizer
+
+CONFIG = "config.json"
+
+ModelDtype = Literal["float32", "bfloat16"]
 
 
-def load(name_or_folder: str | Path) -> Model:
+def load(name_or_folder: str | Path, *, dtype: ModelDtype | None = None, progress: bool = False) -> Model:
     """Loads a model.
 
     Args:
-      name_or_folder: "tiny", the model that comes with the package, or a folder that its training script
-        wrote.
+      name_or_folder: "tiny", the model that comes with the package; a folder that its training script
+        wrote; or a checkpoint as hubs keep them, a folder with config.json and safetensors.
+      dtype: of a checkpoint's parameters and activations; by default float32 on a CPU and bfloat16 on an
+        accelerator. The built-in model is float32.
+      progress: show a progress bar while a checkpoint's weights are read.
 
     Raises:
-      ValueError: there is no such model.
+      ValueError: there is no such model, its architecture or a key of its config is not supported, its
+        tensors do not fit its config, or `dtype` is unknown.
     """
+    folder = Path(name_or_folder)
     if str(name_or_folder) == "tiny":
         return tiny.load()
-    if (Path(name_or_folder) / tiny.WEIGHTS_FILE).is_file():
-        return tiny.load(Path(name_or_folder))
+    if (folder / tiny.WEIGHTS_FILE).is_file():
+        return tiny.load(folder)
+    if (folder / CONFIG).is_file():
+        return _load_checkpoint(folder, dtype, progress)
     raise ValueError(
-        f"No model {str(name_or_folder)!r}: supported are 'tiny', which is built in, and a folder with a "
-        f"{tiny.WEIGHTS_FILE} of its training script."
+        f"No model {str(name_or_folder)!r}: supported are 'tiny', which is built in, a folder with a "
+        f"{tiny.WEIGHTS_FILE} of its training script, and a checkpoint folder with a {CONFIG}."
     )
+
+
+def _load_checkpoint(folder: Path, dtype: ModelDtype | None, progress: bool) -> Model:
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}.")
+    values = read_config(folder / CONFIG)
+    family = FAMILIES.get(str(values.get("model_type")))
+    if family is None:
+        raise ValueError(
+            f"{folder / CONFIG}: model_type {values.get('model_type')!r} (architectures "
+            f"{values.get('architectures')}) is not supported; supported are {', '.join(FAMILIES)}."
+        )
+    settings = Settings(values, str(folder / CONFIG))
+    config = family.parse(settings)
+    network = nnx.eval_shape(lambda: family.network(config, jnp.dtype(dtype), nnx.Rngs(0)))
+    graphdef, like = nnx.split(network)
+    with contextlib.ExitStack() as stack:
+        checkpoint = Checkpoint(folder, family.renames, stack)
+        params = load_params(
+            checkpoint, like, family.rules(config), ignored=family.ignored, progress=progress
+        )
+    return Model(
+        name=str(folder),
+        specs=network.specs,
+        vocab_size=config.ends.vocab_size,
+        max_context=settings.take("max_position_embeddings", "model_max_length", kind=int),
+        eos_token_ids=_end_tokens(folder, values),
+        tokenizer=NoTokenizer(str(folder)),
+        dtype=dtype,
+        params=params,
+        graphdef=graphdef,
+        mtp_layer=network.mtp_layer,
+    )
+
+
+def _end_tokens(folder: Path, values: dict[str, Any]) -> tuple[int, ...]:
+    """The ids that end an answer: those of generation_config.json, or else of the config."""
+    path = folder / "generation_config.json"
+    for source in (read_config(path) if path.is_file() else {}, values):
+        if (found := source.get("eos_token_id")) is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()

@@ -78,6 +78,38 @@ class ByteStream:
         return self._decoder.decode(b"", final=True)
 
 
+class NoTokenizer:
+    """Stands for the tokenizer of a checkpoint that has none: prompts must be token ids, text stays empty."""
+
+    def __init__(self, name: str) -> None:
+        """Remembers the model's name, for errors."""
+        self._name = name
+
+    def encode(self, text: str) -> Int32[np.ndarray, " token"]:
+        """Raises ValueError: there is no way to encode a text."""
+        raise ValueError(f"{self._name} has no tokenizer.json: give prompts as token ids, not as text.")
+
+    def decode(self, ids: TokenIds) -> str:
+        """The empty text."""
+        return ""
+
+    def stream(self) -> "NoText":
+        """A decoder that shows nothing."""
+        return NoText()
+
+
+class NoText:
+    """Takes tokens and shows no text."""
+
+    def push(self, ids: TokenIds) -> str:
+        """The empty text."""
+        return ""
+
+    def flush(self) -> str:
+        """The empty text."""
+        return ""
+
+
 def _as_bytes(ids: TokenIds) -> bytes:
     values = [int(token) for token in ids]
     if bad := [value for value in values if not 0 <= value < 256]:

@@ -41,6 +41,8 @@ class Attention(nnx.Module):
         qk_norm: bool = False,
         unit_offset: bool = False,
         output_gate: bool = False,
+        bias: bool = False,
+        key_multiplier: float = 1.0,
         eps: float = 1e-6,
         out_scale: float = 1.0,
         dtype: jnp.dtype | type = jnp.float32,
@@ -60,6 +62,8 @@ class Attention(nnx.Module):
           qk_norm: RMS norm of each query and key head before it is rotated.
           unit_offset: those norms multiply by `1 + weight`.
           output_gate: multiply the output by the sigmoid of a gate before the last map.
+          bias: both maps have biases.
+          key_multiplier: factor on the keys (Falcon-H1).
           eps: of those norms.
           out_scale: multiplies the first weights of the map back into the residual.
           dtype: of parameters and activations.
@@ -71,20 +75,21 @@ class Attention(nnx.Module):
         self.spec = AttentionSpec(num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
         self.scale = head_dim**-0.5 if scale is None else scale
         self.num_heads, self.rope_base, self.rotary_dim = num_heads, rope_base, rotary_dim
+        self.key_multiplier = key_multiplier
         widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * v_head_dim]
         if output_gate:
             widths.append(num_heads * v_head_dim)
         self.splits = tuple(sum(widths[: i + 1]) for i in range(len(widths) - 1))
-        self.qkv = Linear(size, sum(widths), dtype=dtype, rngs=rngs)
+        self.qkv = Linear(size, sum(widths), bias=bias, dtype=dtype, rngs=rngs)
         self.q_norm = RMSNorm(head_dim, eps=eps, unit_offset=unit_offset, dtype=dtype) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps=eps, unit_offset=unit_offset, dtype=dtype) if qk_norm else None
-        self.out = Linear(num_heads * v_head_dim, size, scale=out_scale, dtype=dtype, rngs=rngs)
+        self.out = Linear(num_heads * v_head_dim, size, bias=bias, scale=out_scale, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "token size"], ctx: Context, layer: int) -> Float[Array, "token size"]:
         """Attends to each token's own sequence up to itself."""
         q, k, v, *gate = jnp.split(self.qkv(x), self.splits, axis=-1)
         q = self._prepared(q, self.num_heads, self.q_norm, ctx.positions)
-        k = self._prepared(k, self.spec.num_kv_heads, self.k_norm, ctx.positions)
+        k = self._prepared(k * self.key_multiplier, self.spec.num_kv_heads, self.k_norm, ctx.positions)
         v = v.reshape(x.shape[0], self.spec.num_kv_heads, self.spec.v_head_dim)
         out = ctx.attend(layer, q, k, v, self.scale).reshape(x.shape[0], -1)
         return self.out(out * jax.nn.sigmoid(gate[0]) if gate else out)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -34,8 +35,11 @@ class Mamba2(nnx.Module):
         num_groups: int = 1,
         conv_width: int = 4,
         conv_bias: bool = True,
+        in_bias: bool = False,
+        out_bias: bool = False,
         norm: bool = True,
         gate_first: bool = True,
+        multipliers: tuple[float, float, float, float, float] | None = None,
         eps: float = 1e-5,
         out_scale: float = 1.0,
         dtype: jnp.dtype | type = jnp.float32,
@@ -51,8 +55,11 @@ class Mamba2(nnx.Module):
           num_groups: B and C are shared by the heads of a group; the norm is over a group, too.
           conv_width: taps of the conv.
           conv_bias: the conv has a bias.
+          in_bias: the first map has a bias.
+          out_bias: the last map has a bias.
           norm: normalise at the end; False only gates (some Falcon-H1).
           gate_first: gate before the norm.
+          multipliers: factors on what the first map makes: z, v, B, C and dt (Falcon-H1).
           eps: of the norm.
           out_scale: multiplies the first weights of the map back into the residual.
           dtype: of parameters and activations; decays are float32.
@@ -70,7 +77,8 @@ class Mamba2(nnx.Module):
             conv_width=conv_width,
         )
         self.num_groups = num_groups
-        self.in_proj = Linear(size, 2 * inner + 2 * grouped + num_heads, dtype=dtype, rngs=rngs)
+        self.multipliers = multipliers
+        self.in_proj = Linear(size, 2 * inner + 2 * grouped + num_heads, bias=in_bias, dtype=dtype, rngs=rngs)
         self.conv = ShortConv(inner + 2 * grouped, conv_width, bias=conv_bias, dtype=dtype, rngs=rngs)
         self.a_log = nnx.Param(initial_a_log(num_heads, rngs))
         self.dt_bias = nnx.Param(initial_dt_bias(num_heads, rngs))
@@ -80,13 +88,18 @@ class Mamba2(nnx.Module):
             if norm
             else None
         )
-        self.out_proj = Linear(inner, size, scale=out_scale, dtype=dtype, rngs=rngs)
+        self.out_proj = Linear(inner, size, bias=out_bias, scale=out_scale, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "token size"], ctx: Context, layer: int) -> Float[Array, "token size"]:
         """Mixes each token with the state of its sequence."""
         tokens, heads, groups = x.shape[0], self.spec.num_heads, self.num_groups
         inner = heads * self.spec.head_dim
-        z, raw, dt = jnp.split(self.in_proj(x), [inner, inner + self.spec.conv_channels], axis=-1)
+        mapped = self.in_proj(x)
+        if self.multipliers is not None:
+            grouped = groups * self.spec.state_dim
+            factors = np.repeat(self.multipliers, [inner, inner, grouped, grouped, heads])
+            mapped = mapped * jnp.asarray(factors, mapped.dtype)[None]
+        z, raw, dt = jnp.split(mapped, [inner, inner + self.spec.conv_channels], axis=-1)
         v, b, c = jnp.split(
             self.conv(raw, ctx, layer), [inner, inner + groups * self.spec.state_dim], axis=-1
         )

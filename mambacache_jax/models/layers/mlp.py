@@ -1,4 +1,4 @@
-"""The gated feed-forward layer."""
+"""Feed-forward layers."""
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,49 @@ class SwiGLU(nnx.Module):
         size: int,
         hidden_size: int,
         *,
+        bias: bool = False,
+        multipliers: tuple[float, float] = (1.0, 1.0),
         out_scale: float = 1.0,
         dtype: jnp.dtype | type = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        """`out_scale` multiplies the first weights of the map back into the residual."""
-        self.gate_up = Linear(size, 2 * hidden_size, dtype=dtype, rngs=rngs)
-        self.down = Linear(hidden_size, size, scale=out_scale, dtype=dtype, rngs=rngs)
+        """Makes the layer.
+
+        Args:
+          size: channels of the model.
+          hidden_size: channels between the maps.
+          bias: both maps have biases.
+          multipliers: factors on the gate before its silu, and on the output (Falcon-H1).
+          out_scale: multiplies the first weights of the map back into the residual.
+          dtype: of parameters and activations.
+          rngs: seeds.
+        """
+        self.multipliers = multipliers
+        self.gate_up = Linear(size, 2 * hidden_size, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(hidden_size, size, bias=bias, scale=out_scale, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "token size"]) -> Float[Array, "token size"]:
         """Maps each token."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down(jax.nn.silu(gate * self.multipliers[0]) * up) * self.multipliers[1]
+
+
+class SquaredReLU(nnx.Module):
+    """`down(relu(up(x))^2)`, the feed-forward layer of Nemotron-H."""
+
+    def __init__(
+        self,
+        size: int,
+        hidden_size: int,
+        *,
+        bias: bool = False,
+        dtype: jnp.dtype | type = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Makes the layer; `bias` gives both maps biases."""
+        self.up = Linear(size, hidden_size, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(hidden_size, size, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "token size"]) -> Float[Array, "token size"]:
+        """Maps each token."""
+        return self.down(jnp.square(jax.nn.relu(self.up(x))))

@@ -2,14 +2,9 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
 
-from mambacache_jax.config import LayerSpec
-from mambacache_jax.models.context import Context
 from mambacache_jax.models.layers import (
-    Attend,
     Attention,
     Block,
     Embedding,
@@ -23,6 +18,7 @@ from mambacache_jax.models.layers import (
     SwiGLU,
 )
 from mambacache_jax.models.layers.block import Mixer
+from mambacache_jax.models.network import HybridLM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,18 +49,13 @@ class TinyConfig:
     delta_dim: int = 32
 
 
-class TinyLM(nnx.Module):
-    """Embedding, blocks, a last norm, a head, and a multi-token-prediction block over the last attention.
-
-    Attributes:
-      specs: what each layer keeps.
-      mtp_layer: the attention layer whose K and V the multi-token-prediction block reads.
-    """
+class TinyLM(HybridLM):
+    """The hybrid with a multi-token-prediction block over its last attention layer."""
 
     def __init__(self, config: TinyConfig, rngs: nnx.Rngs) -> None:
         """Draws fresh weights."""
         size, out_scale = config.size, (2 * len(config.layers)) ** -0.5
-        self.embedding = Embedding(256, size, rngs=rngs)
+        embedding = Embedding(256, size, rngs=rngs)
         blocks = [
             Block(
                 size,
@@ -73,39 +64,13 @@ class TinyLM(nnx.Module):
             )
             for kind in config.layers
         ]
-        self.layers = nnx.List(blocks)
-        self.norm = RMSNorm(size)
-        self.head = Linear(size, 256, rngs=rngs)
+        head = Linear(size, 256, rngs=rngs)
         attention = FrozenAttention(
             size, num_heads=config.num_heads, head_dim=config.head_dim, out_scale=out_scale, rngs=rngs
         )
-        self.mtp = MTPBlock(
-            size, attention=attention, mlp_size=config.mlp_size, out_scale=out_scale, rngs=rngs
-        )
-        self.specs: tuple[LayerSpec, ...] = tuple(block.mixer.spec for block in blocks)
-        self.mtp_layer = max(i for i, kind in enumerate(config.layers) if kind == "attention")
-
-    def hidden(self, tokens: Int32[Array, " token"], ctx: Context) -> Float[Array, "token size"]:
-        """See `Model.hidden`."""
-        x = self.embedding(tokens)
-        for index, block in enumerate(self.layers):
-            x = block(x, ctx, index)
-        return self.norm(x)
-
-    def logits(self, hidden: Float[Array, "*batch size"]) -> Float32[Array, "*batch vocab"]:
-        """See `Model.logits`."""
-        flat = self.head(hidden.reshape(-1, hidden.shape[-1]))
-        return flat.reshape(*hidden.shape[:-1], -1).astype(jnp.float32)
-
-    def mtp_step(
-        self,
-        tokens: Int32[Array, " row"],
-        hidden: Float[Array, "row size"],
-        positions: Int32[Array, " row"],
-        attend: Attend,
-    ) -> Float[Array, "row size"]:
-        """See `Model.mtp_step`."""
-        return self.mtp(self.embedding(tokens), hidden, positions, attend)
+        mtp = MTPBlock(size, attention=attention, mlp_size=config.mlp_size, out_scale=out_scale, rngs=rngs)
+        mtp_layer = max(i for i, kind in enumerate(config.layers) if kind == "attention")
+        super().__init__(embedding, blocks, RMSNorm(size), head, mtp=mtp, mtp_layer=mtp_layer)
 
 
 def _mixer(kind: str, config: TinyConfig, rngs: nnx.Rngs) -> Mixer:
