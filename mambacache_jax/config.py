@@ -14,11 +14,19 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """What one attention layer keeps of a token: K `[num_kv_heads, head_dim]`, V `[.., v_head_dim]`."""
+    """What one attention layer keeps of a token: K `[num_kv_heads, head_dim]`, V `[.., v_head_dim]`.
+
+    Attributes:
+      num_kv_heads: heads of K and V.
+      head_dim: channels of a key.
+      v_head_dim: channels of a value.
+      values_in_keys: V is the first `v_head_dim` channels of K and is not kept apart, as in latent attention.
+    """
 
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
+    values_in_keys: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

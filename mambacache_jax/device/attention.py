@@ -35,7 +35,8 @@ def paged_attention(
     *,
     scale: float,
     page_size: int,
-) -> Float[Array, "block query q_head v_head_dim"]:
+    values_in_keys: int | None = None,
+) -> Float[Array, "block query q_head _"]:
     """Causal attention of blocks of queries, each block over its own request's slots.
 
     Args:
@@ -47,12 +48,15 @@ def paged_attention(
       length: tokens of the context of each block, its own queries included; 0 for padding.
       scale: factor on the products.
       page_size: slots a page.
+      values_in_keys: so many first channels of a key are its value, and `v_pool` is not read; None: they are
+        not.
 
     Returns:
       The weighted values, zero for padding blocks, in `q`'s dtype. Scores and sums are float32.
     """
     blocks, queries, q_heads, head_dim = q.shape
-    kv_heads, v_dim = v_pool.shape[1:]
+    kv_heads = k_pool.shape[1]
+    v_dim = v_pool.shape[2] if values_in_keys is None else values_in_keys
     group = q_heads // kv_heads
     if q_heads % kv_heads:
         raise ValueError(f"{q_heads} query heads do not divide into {kv_heads} KV heads.")
@@ -72,7 +76,10 @@ def paged_attention(
         key_position = index * tile + jnp.arange(tile, dtype=jnp.int32)
         live = (key_position[None, :] < length[:, None])[:, :, None, None]
         k = jnp.where(live, k_pool.at[slots].get(mode="promise_in_bounds"), jnp.zeros((), k_pool.dtype))
-        v = jnp.where(live, v_pool.at[slots].get(mode="promise_in_bounds"), jnp.zeros((), v_pool.dtype))
+        if values_in_keys is None:
+            v = jnp.where(live, v_pool.at[slots].get(mode="promise_in_bounds"), jnp.zeros((), v_pool.dtype))
+        else:
+            v = k[..., :values_in_keys]
         scores = jnp.einsum(
             "bhqd,bthd->bhqt", grouped, k.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
         )

@@ -194,14 +194,15 @@ class PooledContext:
         layer: int,
         q: Float[Array, "token q_head head_dim"],
         k: Float[Array, "token kv_head head_dim"],
-        v: Float[Array, "token kv_head v_head_dim"],
+        v: Float[Array, "token kv_head v_head_dim"] | None,
         scale: float,
-    ) -> Float[Array, "token q_head v_head_dim"]:
+    ) -> Float[Array, "token q_head _"]:
         """Writes the new K and V of attention layer `layer`, and attends to each row's context."""
-        index = self._index[layer]
+        spec, index = self._specs[layer], self._index[layer]
+        assert isinstance(spec, AttentionSpec)
         kv, plan, pages = self.pools.kv, self._plan, self.pools.table.pages
         k_leaf = kv_pool.write_rows(kv.k[index], self._kv_slots, k)
-        v_leaf = kv_pool.write_rows(kv.v[index], self._kv_slots, v)
+        v_leaf = kv.v[index] if v is None else kv_pool.write_rows(kv.v[index], self._kv_slots, v)
         kv = kv._replace(k=_replaced(kv.k, index, k_leaf), v=_replaced(kv.v, index, v_leaf))
         self.pools = self.pools._replace(kv=kv)
         decode_q, extend_q = self._split(q)
@@ -216,6 +217,7 @@ class PooledContext:
             decode_length,
             scale=scale,
             page_size=self._page_size,
+            values_in_keys=spec.v_head_dim if spec.values_in_keys else None,
         )
         extend_out = paged_attention(
             extend_q,
@@ -226,6 +228,7 @@ class PooledContext:
             extend_length,
             scale=scale,
             page_size=self._page_size,
+            values_in_keys=spec.v_head_dim if spec.values_in_keys else None,
         )
         return self._join(decode_out[:, 0], extend_out)
 

@@ -15,7 +15,7 @@ class KVPool(NamedTuple):
 
     Attributes:
       k: `[slot, kv_head, head_dim]` a layer, in the model's dtype.
-      v: `[slot, kv_head, v_head_dim]` a layer.
+      v: `[slot, kv_head, v_head_dim]` a layer; without channels where K holds the values.
     """
 
     k: tuple[Float[Array, "slot head head_dim"], ...]
@@ -26,7 +26,10 @@ def make_kv_pool(layers: Sequence[AttentionSpec], num_slots: int, dtype: str) ->
     """A zeroed pool of `num_slots` slots, the null page included."""
     return KVPool(
         k=tuple(jnp.zeros((num_slots, s.num_kv_heads, s.head_dim), dtype) for s in layers),
-        v=tuple(jnp.zeros((num_slots, s.num_kv_heads, s.v_head_dim), dtype) for s in layers),
+        v=tuple(
+            jnp.zeros((num_slots, s.num_kv_heads, 0 if s.values_in_keys else s.v_head_dim), dtype)
+            for s in layers
+        ),
     )
 
 

@@ -46,8 +46,11 @@ class Context(Protocol):
         layer: int,
         q: Float[Array, "token q_head head_dim"],
         k: Float[Array, "token kv_head head_dim"],
-        v: Float[Array, "token kv_head v_head_dim"],
+        v: Float[Array, "token kv_head v_head_dim"] | None,
         scale: float,
-    ) -> Float[Array, "token q_head v_head_dim"]:
-        """Causal attention; keeps `k` (rotated) and `v`. Query head `h` reads KV head `h // group`."""
+    ) -> Float[Array, "token q_head _"]:
+        """Causal attention; keeps `k` (rotated) and `v`. Query head `h` reads KV head `h // group`.
+
+        `v` is None for a layer whose spec says `values_in_keys`.
+        """
         ...

@@ -58,8 +58,7 @@ def _load_checkpoint(folder: Path, dtype: ModelDtype | None, progress: bool) -> 
             f"{folder / CONFIG}: model_type {values.get('model_type')!r} (architectures "
             f"{values.get('architectures')}) is not supported; supported are {', '.join(FAMILIES)}."
         )
-    settings = Settings(values, str(folder / CONFIG))
-    config = family.parse(settings)
+    config = family.parse(Settings(values, str(folder / CONFIG)))
     network = nnx.eval_shape(lambda: family.network(config, jnp.dtype(dtype), nnx.Rngs(0)))
     graphdef, like = nnx.split(network)
     with contextlib.ExitStack() as stack:
@@ -71,7 +70,7 @@ def _load_checkpoint(folder: Path, dtype: ModelDtype | None, progress: bool) -> 
         name=str(folder),
         specs=network.specs,
         vocab_size=config.ends.vocab_size,
-        max_context=settings.take("max_position_embeddings", "model_max_length", kind=int),
+        max_context=config.ends.max_context,
         eos_token_ids=_end_tokens(folder, values),
         tokenizer=NoTokenizer(str(folder)),
         dtype=dtype,
@@ -84,7 +83,8 @@ def _load_checkpoint(folder: Path, dtype: ModelDtype | None, progress: bool) -> 
 def _end_tokens(folder: Path, values: dict[str, Any]) -> tuple[int, ...]:
     """The ids that end an answer: those of generation_config.json, or else of the config."""
     path = folder / "generation_config.json"
-    for source in (read_config(path) if path.is_file() else {}, values):
+    generation = read_config(path) if path.is_file() else {}
+    for source in (generation, values, values.get("text_config", {})):
         if (found := source.get("eos_token_id")) is not None:
             return tuple(found) if isinstance(found, list) else (found,)
     return ()

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from kernels_pallas.blocks import Blocks
 from kernels_pallas.causal_conv1d import causal_conv1d
 from kernels_pallas.ssm_scan import ssm_scan
-from mambacache_jax.config import LayerSpec, RecurrentSpec
+from mambacache_jax.config import AttentionSpec, LayerSpec, RecurrentSpec
 
 
 class PlainContext:
@@ -108,11 +108,13 @@ class PlainContext:
         layer: int,
         q: Float[Array, "token q_head head_dim"],
         k: Float[Array, "token kv_head head_dim"],
-        v: Float[Array, "token kv_head v_head_dim"],
+        v: Float[Array, "token kv_head v_head_dim"] | None,
         scale: float,
-    ) -> Float[Array, "token q_head v_head_dim"]:
+    ) -> Float[Array, "token q_head _"]:
         """See `Context.attend`."""
-        self.kv[layer] = (k, v)
+        spec = self._specs[layer]
+        assert isinstance(spec, AttentionSpec)
+        self.kv[layer] = (k, k[..., : spec.v_head_dim] if v is None else v)
         return self.read(layer, q, scale)
 
     def read(

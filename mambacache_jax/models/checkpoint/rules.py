@@ -105,6 +105,46 @@ def swiglu(ours: str, theirs: str, *, bias: bool = False) -> Rules:
     return gate_up | linear(f"{ours}.down", f"{theirs}.down_proj", bias=bias)
 
 
+def squared_relu(ours: str, theirs: str, *, bias: bool = False) -> Rules:
+    """A `SquaredReLU` from up and down projections."""
+    up = linear(f"{ours}.up", f"{theirs}.up_proj", bias=bias)
+    return up | linear(f"{ours}.down", f"{theirs}.down_proj", bias=bias)
+
+
+def router(ours: str, theirs: str, *, bias: bool = False) -> Rules:
+    """A `Router` from one map and, where it has a bias, DeepSeek's correction of its scores."""
+    rules = linear(f"{ours}.router", theirs)
+    return rules | as_is(f"{ours}.router.bias", f"{theirs}.e_score_correction_bias") if bias else rules
+
+
+def experts(
+    ours: str, theirs: str, num_experts: int, first: Sequence[str], last: str, fused: tuple[str, str]
+) -> Rules:
+    """The experts of a `MoE`, one tensor each or all in one.
+
+    Args:
+      ours: the layer.
+      theirs: what holds the experts.
+      num_experts: how many there are.
+      first: an expert's maps from its input, gate first where it has one.
+      last: its map back.
+      fused: the two tensors `[expert, out, in]` that a checkpoint may have instead.
+    """
+
+    def stacked(names: Sequence[str]) -> Stack:
+        return Stack(
+            tuple(
+                Join(tuple(f"{theirs}.{expert}.{name}.weight" for name in names))
+                for expert in range(num_experts)
+            )
+        )
+
+    return {
+        f"{ours}.first": OneOf((stacked(first), Join((f"{theirs}.{fused[0]}",)))),
+        f"{ours}.last": OneOf((stacked([last]), Join((f"{theirs}.{fused[1]}",)))),
+    }
+
+
 def sections(sizes: Sequence[int]) -> list[Integer[np.ndarray, " row"]]:
     """The rows of each section, for sections of `sizes` rows one after another."""
     bounds = np.cumsum([0, *sizes])

@@ -40,6 +40,7 @@ class Ends(NamedTuple):
       size: channels of the residual.
       eps: of the norms.
       tied: the head is the embedding's table.
+      max_context: most tokens of a sequence.
       unit_offset: norms multiply by `1 + weight`.
     """
 
@@ -47,6 +48,7 @@ class Ends(NamedTuple):
     size: int
     eps: float
     tied: bool
+    max_context: int
     unit_offset: bool = False
 
     def modules(self, dtype: Dtype, rngs: nnx.Rngs) -> tuple[Embedding, RMSNorm, Linear | None]:
@@ -64,6 +66,7 @@ def take_ends(s: Settings, *, tied: bool, eps: str = "rms_norm_eps", unit_offset
         size=s.take("hidden_size", kind=int),
         eps=s.take(eps, kind=float),
         tied=s.take("tie_word_embeddings", kind=bool, default=tied),
+        max_context=s.take("max_position_embeddings", "model_max_length", kind=int),
         unit_offset=unit_offset,
     )
 

@@ -18,7 +18,7 @@ from mambacache_jax.models.families.family import (
     take_rope,
 )
 from mambacache_jax.models.families.mamba import MambaSizes, take_mamba
-from mambacache_jax.models.layers import Attention, Block, SwiGLU
+from mambacache_jax.models.layers import Attention, Block, MoE, Router, SwiGLU
 from mambacache_jax.models.layers.block import Mixer
 from mambacache_jax.models.network import HybridLM
 
@@ -40,6 +40,9 @@ class Config:
     mamba: MambaSizes
     rope_base: float | None
     shared_size: int
+    num_experts: int
+    num_chosen: int
+    expert_size: int
     embedding_multiplier: float
     logits_scaling: float
     residual_multiplier: float
@@ -53,8 +56,6 @@ def parse(s: Settings) -> Config:
     s.expect("position_embedding_type", "rope", "nope")
     s.expect("hidden_act", "silu")
     s.expect("normalization_function", "rmsnorm")
-    s.expect("num_local_experts", 0)
-    s.pass_over("num_experts_per_tok", "intermediate_size")
     config = Config(
         ends=ends,
         kinds=take_layer_kinds(s, "layer_types", "layers_block_type", names=_KINDS),
@@ -62,6 +63,9 @@ def parse(s: Settings) -> Config:
         mamba=take_mamba(s, ends.size),
         rope_base=rope.base if s.take("position_embedding_type", kind=str, default="") == "rope" else None,
         shared_size=s.take("shared_intermediate_size", kind=int),
+        num_experts=s.take("num_local_experts", kind=int, default=0),
+        num_chosen=s.take("num_experts_per_tok", kind=int, default=0),
+        expert_size=s.take("intermediate_size", kind=int, default=0),
         embedding_multiplier=s.take("embedding_multiplier", kind=float, default=1.0),
         logits_scaling=s.take("logits_scaling", kind=float, default=1.0),
         residual_multiplier=s.take("residual_multiplier", kind=float, default=1.0),
@@ -87,11 +91,24 @@ def network(c: Config, dtype: Dtype, rngs: nnx.Rngs) -> HybridLM:
             rngs=rngs,
         )
 
+    def mlp() -> SwiGLU | MoE:
+        shared = SwiGLU(c.ends.size, c.shared_size, dtype=dtype, rngs=rngs)
+        if not c.num_experts:
+            return shared
+        router = Router(
+            c.ends.size,
+            num_experts=c.num_experts,
+            num_chosen=c.num_chosen,
+            scores="softmax_of_best",
+            rngs=rngs,
+        )
+        return MoE(c.ends.size, c.expert_size, router, shared=shared, dtype=dtype, rngs=rngs)
+
     blocks = [
         Block(
             c.ends.size,
             mixer(kind),
-            SwiGLU(c.ends.size, c.shared_size, dtype=dtype, rngs=rngs),
+            mlp(),
             multiplier=c.residual_multiplier,
             eps=c.ends.eps,
             dtype=dtype,
@@ -118,8 +135,14 @@ def rules(c: Config) -> Rules:
             table |= c.mamba.rules(f"{ours}.mixer", f"{theirs}.mamba")
         else:
             table |= r.attention(f"{ours}.mixer", f"{theirs}.self_attn", bias=c.heads.bias)
-        table |= r.linear(f"{ours}.mlp.gate_up", f"{theirs}.shared_mlp.input_linear")
-        table |= r.linear(f"{ours}.mlp.down", f"{theirs}.shared_mlp.output_linear")
+        shared = f"{ours}.mlp.shared" if c.num_experts else f"{ours}.mlp"
+        table |= r.linear(f"{shared}.gate_up", f"{theirs}.shared_mlp.input_linear")
+        table |= r.linear(f"{shared}.down", f"{theirs}.shared_mlp.output_linear")
+        if c.num_experts:
+            moe = f"{theirs}.block_sparse_moe"
+            table |= r.router(f"{ours}.mlp", f"{moe}.router.layer")
+            table[f"{ours}.mlp.first"] = r.Join((f"{moe}.input_linear.weight",))
+            table[f"{ours}.mlp.last"] = r.Join((f"{moe}.output_linear.weight",))
     return table
 
 

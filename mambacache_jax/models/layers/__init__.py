@@ -6,11 +6,14 @@ from mambacache_jax.models.layers.attention import FrozenAttention as FrozenAtte
 from mambacache_jax.models.layers.block import Block as Block
 from mambacache_jax.models.layers.gdn import GatedDeltaNet as GatedDeltaNet
 from mambacache_jax.models.layers.kda import KimiDeltaAttention as KimiDeltaAttention
+from mambacache_jax.models.layers.latent import LatentAttention as LatentAttention
 from mambacache_jax.models.layers.linear import Embedding as Embedding
 from mambacache_jax.models.layers.linear import Linear as Linear
 from mambacache_jax.models.layers.mamba2 import Mamba2 as Mamba2
 from mambacache_jax.models.layers.mlp import SquaredReLU as SquaredReLU
 from mambacache_jax.models.layers.mlp import SwiGLU as SwiGLU
+from mambacache_jax.models.layers.moe import MoE as MoE
+from mambacache_jax.models.layers.moe import Router as Router
 from mambacache_jax.models.layers.mtp import MTPBlock as MTPBlock
 from mambacache_jax.models.layers.norm import GatedRMSNorm as GatedRMSNorm
 from mambacache_jax.models.layers.norm import RMSNorm as RMSNorm

@@ -9,13 +9,15 @@ from mambacache_jax.models.context import Context
 from mambacache_jax.models.layers.attention import Attention
 from mambacache_jax.models.layers.gdn import GatedDeltaNet
 from mambacache_jax.models.layers.kda import KimiDeltaAttention
+from mambacache_jax.models.layers.latent import LatentAttention
 from mambacache_jax.models.layers.mamba2 import Mamba2
 from mambacache_jax.models.layers.mlp import SquaredReLU, SwiGLU
+from mambacache_jax.models.layers.moe import MoE
 from mambacache_jax.models.layers.norm import RMSNorm
 from mambacache_jax.models.layers.parallel import Parallel
 
-Mixer = Attention | Mamba2 | GatedDeltaNet | KimiDeltaAttention | Parallel
-MLP = SwiGLU | SquaredReLU
+Mixer = Attention | LatentAttention | Mamba2 | GatedDeltaNet | KimiDeltaAttention | Parallel
+MLP = SwiGLU | SquaredReLU | MoE
 
 
 class Block(nnx.Module):

@@ -5,8 +5,9 @@
 Needs torch and transformers; `make golden` installs them apart and runs this. For each entry of specs.json
 it builds the transformers model with weights drawn here (a wrong gate, state or multiplier then shows in the
 logits, which it would not at the library's own small initial weights), rounds them to bfloat16 so that the
-file can hold them as such, and evaluates the library's code in float64 on them. That is the reference;
-float32 is run beside it, to say how far rounding alone carries.
+file can hold them as such, and evaluates the library's code in float64 on them. That is the reference.
+float32 is run beside it in the library's two ways, the whole sequence at once and one token at a time; the
+larger distance of the two says how far rounding alone carries.
 """
 
 import contextlib
@@ -107,10 +108,27 @@ def continued(model, ids, count):
 
 
 @torch.no_grad()
+def stepped(model, ids, kept):
+    """Logits computed one token at a time, and the states after the first `kept` tokens."""
+    rows, cache, found = [], None, {}
+    for index, token in enumerate(ids):
+        position = torch.tensor([[index]])  # Bamba counts from 0 again unless it is told
+        out = model(torch.tensor([[token]]), position_ids=position, cache=cache, use_cache=True)
+        rows.append(out.logits[0, 0].numpy())
+        cache = out.cache
+        if index + 1 == kept:
+            found = {key: value.copy() for key, value in states_of(cache).items()}
+    return np.stack(rows), found
+
+
+@torch.no_grad()
 def states(model, ids):
-    """`conv` [channel, width] and `rec` of recurrent layers, `k` and `v` of attention, after the ids."""
+    return states_of(model(torch.as_tensor(ids)[None], use_cache=True).cache)
+
+
+def states_of(cache):
+    """`conv` [channel, width] and `rec` of recurrent layers, `k` and `v` of attention."""
     found = {}
-    cache = model(torch.as_tensor(ids)[None], use_cache=True).cache
     for index, layer in enumerate(cache.layers):
         for name, kept in (("conv", "conv_states"), ("rec", "recurrent_states")):
             values = getattr(layer, kept, None)
@@ -145,7 +163,8 @@ def main():
                 assert exact.dtype == np.float64
                 if index == 0:
                     exact_states = states(model, ids)
-            errors.append(np.abs(logits(model, both) - exact).max())
+            steps, stepped_states = stepped(model, both, length)
+            errors.append(max(np.abs(rounded - exact).max() for rounded in (logits(model, both), steps)))
             top = np.sort(exact[length - 1 : -1], axis=-1)
             arrays |= {
                 f"ids_{index}": both.astype(np.int32),
@@ -153,10 +172,11 @@ def main():
                 f"margin_{index}": (top[:, -1] - top[:, -2]).astype(np.float32),
             }
             if index == 0:
-                rounded = states(model, ids)
+                ways = (states(model, ids), stepped_states)
                 for key, value in exact_states.items():
                     arrays[key] = value.astype(np.float32)
-                    arrays[f"error_{key}"] = np.float32(np.abs(rounded[key] - value).max())
+                    distances = [np.abs(way[key] - value).max() for way in ways]
+                    arrays[f"error_{key}"] = np.float32(max(distances))
         arrays["lengths"] = np.array(spec.get("lengths", [150, 17]), np.int32)
         arrays["error"] = np.array(errors, np.float32)
         np.savez_compressed(folder / "golden.npz", **arrays)
