@@ -35,12 +35,8 @@ def grouped_matmul(
       The products in the dtype of `x`; those of float32 are float32 on every platform.
 
     Raises:
-      ValueError: an unknown implementation, or shapes that do not fit.
+      ValueError: an unknown implementation.
     """
-    if x.shape[1] != weight.shape[1] or sizes.shape != weight.shape[:1]:
-        raise ValueError(
-            f"grouped_matmul: rows {x.shape}, matrices {weight.shape} and sizes {sizes.shape} do not fit."
-        )
     if implementation is None:
         return jax.lax.platform_dependent(
             x, weight, sizes, tpu=ragged.grouped_matmul, default=blocks.grouped_matmul

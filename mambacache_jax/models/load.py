@@ -11,6 +11,8 @@ from flax import nnx
 from mambacache_jax.models import tiny
 from mambacache_jax.models.checkpoint import Checkpoint, Settings, load_params, read_config
 from mambacache_jax.models.families import FAMILIES
+from mambacache_jax.models.hub_tokenizer import FILE as TOKENIZER
+from mambacache_jax.models.hub_tokenizer import HubTokenizer
 from mambacache_jax.models.model import Model
 from mambacache_jax.models.tokenizer import NoTokenizer
 
@@ -72,7 +74,7 @@ def _load_checkpoint(folder: Path, dtype: ModelDtype | None, progress: bool) -> 
         vocab_size=config.ends.vocab_size,
         max_context=config.ends.max_context,
         eos_token_ids=_end_tokens(folder, values),
-        tokenizer=NoTokenizer(str(folder)),
+        tokenizer=HubTokenizer(folder) if (folder / TOKENIZER).is_file() else NoTokenizer(str(folder)),
         dtype=dtype,
         params=params,
         graphdef=graphdef,

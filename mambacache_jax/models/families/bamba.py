@@ -39,7 +39,7 @@ class Config:
 
 def parse(s: Settings) -> Config:
     """Reads a config."""
-    ends = take_ends(s, tied=False)
+    ends = take_ends(s)
     heads, rope = take_heads(s, ends.size), take_rope(s, share=0.5)
     s.expect("hidden_act", "silu")
     config = Config(

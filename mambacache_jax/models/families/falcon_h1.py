@@ -52,8 +52,10 @@ def parse(s: Settings) -> Config:
             raise ValueError(f"{s.where}: {name!r} must hold {count} numbers, got {values}.")
         return tuple(float(value) for value in values)
 
-    ends = take_ends(s, tied=False)
+    ends = take_ends(s)
     s.expect("hidden_act", "silu")
+    s.expect("mamba_use_mlp", True)
+    s.pass_over("mlp_expansion_factor", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank")
     z, v, b, c, dt = several("ssm_multipliers", 5)
     gate, down = several("mlp_multipliers", 2)
     mamba = take_mamba(s, ends.size)._replace(

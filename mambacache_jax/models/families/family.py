@@ -59,7 +59,9 @@ class Ends(NamedTuple):
         return embedding, norm, head
 
 
-def take_ends(s: Settings, *, tied: bool, eps: str = "rms_norm_eps", unit_offset: bool = False) -> Ends:
+def take_ends(
+    s: Settings, *, tied: bool = False, eps: str = "rms_norm_eps", unit_offset: bool = False
+) -> Ends:
     """The keys of the ends; `tied` is what an absent `tie_word_embeddings` means."""
     return Ends(
         vocab_size=s.take("vocab_size", kind=int),

@@ -51,11 +51,12 @@ class Config:
 
 def parse(s: Settings) -> Config:
     """Reads a config."""
-    ends = take_ends(s, tied=True)
+    ends = take_ends(s)
     rope = take_rope(s)
     s.expect("position_embedding_type", "rope", "nope")
     s.expect("hidden_act", "silu")
     s.expect("normalization_function", "rmsnorm")
+    s.pass_over("init_method")
     config = Config(
         ends=ends,
         kinds=take_layer_kinds(s, "layer_types", "layers_block_type", names=_KINDS),

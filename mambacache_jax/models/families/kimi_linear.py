@@ -45,7 +45,7 @@ class Config:
 
 def parse(s: Settings) -> Config:
     """Reads a config, also with the keys that hubs have (`linear_attn_config`, layers counted from 1)."""
-    ends = take_ends(s, tied=False)
+    ends = take_ends(s)
     count = s.take("num_hidden_layers", kind=int)
     inner = Settings(s.take("linear_attn_config", kind=dict, default={}), f"{s.where}, 'linear_attn_config'")
     full = set(inner.take("full_attn_layers", kind=list, default=[]))

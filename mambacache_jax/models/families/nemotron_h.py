@@ -50,13 +50,14 @@ def parse(s: Settings) -> Config:
     The limits of dt (`time_step_min` and `_max`) are those of its first values; serving programs, this one
     too, do not clamp it.
     """
-    ends = take_ends(s, tied=False, eps="layer_norm_epsilon")
+    ends = take_ends(s, eps="layer_norm_epsilon")
     s.expect("mlp_hidden_act", "relu2")
     s.expect("mamba_hidden_act", "silu")
     s.expect("sliding_window")
     s.expect("residual_in_fp32", False)
     s.expect("time_step_limit", [0.0, float("inf")])
     s.pass_over("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "chunk_size", "expand")
+    s.pass_over("rms_norm_eps", "norm_eps", "rope_theta", "partial_rotary_factor")  # there are no positions
     s.pass_over("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mamba_proj_bias")
     s.pass_over("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern")
     bias = s.take("use_bias", kind=bool, default=False)

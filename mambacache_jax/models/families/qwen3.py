@@ -35,7 +35,6 @@ _VISION = (
     "video_token_id",
     "vision_start_token_id",
     "vision_end_token_id",
-    "tie_word_embeddings",
     "language_model_only",
 )
 
@@ -70,11 +69,13 @@ class Config:
 
 def parse(s: Settings, name: Name) -> Config:
     """Reads a config; that of a model for images and text holds the text's part apart."""
+    tied = False
     if "text_config" in s:
         outer, s = s, Settings(s.take("text_config", kind=dict), f"{s.where}, 'text_config'")
+        tied = outer.take("tie_word_embeddings", kind=bool, default=False)
         outer.pass_over(*_VISION)
         outer.finish()
-    ends = take_ends(s, tied=False, unit_offset=True)
+    ends = take_ends(s, tied=tied, unit_offset=True)
     heads, rope = take_heads(s, ends.size), take_rope(s, share=0.25)
     count = s.take("num_hidden_layers", kind=int)
     interval = s.take("full_attention_interval", kind=int, default=4)
@@ -84,6 +85,7 @@ def parse(s: Settings, name: Name) -> Config:
     every = s.take("decoder_sparse_step", kind=int, default=1)
     s.expect("hidden_act", "silu")
     s.expect("attn_output_gate", True)
+    s.expect("use_sliding_window", False)
     s.expect("mamba_ssm_dtype", "float32")
     s.pass_over("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     config = Config(
