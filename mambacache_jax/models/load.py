@@ -2,7 +2,7 @@
 
 import contextlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,15 @@ from mambacache_jax.models.tokenizer import NoTokenizer
 
 CONFIG = "config.json"
 
-ModelDtype = Literal["float32", "bfloat16"]
 
-
-def load(name_or_folder: str | Path, *, dtype: ModelDtype | None = None, progress: bool = False) -> Model:
+def load(name_or_folder: str | Path, *, dtype: str | None = None, progress: bool = False) -> Model:
     """Loads a model.
 
     Args:
       name_or_folder: "tiny", the model that comes with the package; a folder that its training script
         wrote; or a checkpoint as hubs keep them, a folder with config.json and safetensors.
-      dtype: of a checkpoint's parameters and activations; by default float32 on a CPU and bfloat16 on an
-        accelerator. The built-in model is float32.
+      dtype: of a checkpoint's parameters and activations, "float32" or "bfloat16"; by default float32 on a
+        CPU and bfloat16 on an accelerator. The built-in model is float32.
       progress: show a progress bar while a checkpoint's weights are read.
 
     Raises:
@@ -48,7 +46,7 @@ def load(name_or_folder: str | Path, *, dtype: ModelDtype | None = None, progres
     )
 
 
-def _load_checkpoint(folder: Path, dtype: ModelDtype | None, progress: bool) -> Model:
+def _load_checkpoint(folder: Path, dtype: str | None, progress: bool) -> Model:
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if dtype not in ("float32", "bfloat16"):
