@@ -58,7 +58,10 @@ def demo(
 @cli.command()
 @click.option("--prompt", required=True, help="The text to go on from.")
 @click.option(
-    "--model", default="tiny", show_default=True, help="`tiny`, or a folder that its training script wrote."
+    "--model",
+    default="tiny",
+    show_default=True,
+    help="`tiny`, or a checkpoint folder.",
 )
 @click.option("--max-tokens", type=int, default=SamplingParams.max_tokens, show_default=True)
 @click.option(

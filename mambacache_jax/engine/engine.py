@@ -45,8 +45,9 @@ class Engine:
         """Loads the model and allocates the pools; compiles nothing yet.
 
         Args:
-          model: "tiny", a folder that its training script wrote, or a loaded model (engines of equal shapes
-            then share programs).
+          model: "tiny", a folder that its training script wrote, a checkpoint folder with config.json and
+            safetensors, or a loaded model (engines of one model share programs; `models.load` also takes a
+            dtype).
           cache: sizes and rules of the cache; by default room for eight full contexts.
           config: batching; by default as `EngineConfig()`, with the context cut to the model's.
 

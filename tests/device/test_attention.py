@@ -88,6 +88,28 @@ def test_a_query_sees_its_own_position_and_none_after():
     assert (before[0, 5:] != after[0, 5:]).all()
 
 
+def test_values_in_keys_are_their_first_channels():
+    rng = np.random.default_rng(2)
+    k_pool, _, table, _, _ = scattered(rng, [300], 1, 1, 8, 5, 600)
+    q = jnp.asarray(rng.normal(size=(1, 1, 4, 8)), jnp.float32)
+    arrays = [jnp.asarray(table), jnp.array([[299]], jnp.int32), jnp.array([300], jnp.int32)]
+
+    def run(v_pool, values_in_keys):
+        return attention.paged_attention(
+            q,
+            jnp.asarray(k_pool),
+            jnp.asarray(v_pool),
+            *arrays,
+            scale=0.3,
+            page_size=1,
+            values_in_keys=values_in_keys,
+        )
+
+    apart = run(k_pool[..., :5], None)
+    assert apart.shape == (1, 1, 4, 5)
+    assert np.array_equal(run(k_pool[..., :0], 5), apart)
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 48, 64, 512])
 @pytest.mark.parametrize("max_context", [1, 256, 257, 5000])
 def test_context_pages_cover_the_context_in_whole_tiles_and_update_runs(max_context, page_size):

@@ -136,3 +136,21 @@ def test_states_windows_keys_and_values_after_a_prompt_are_those_of_the_referenc
             # transformers keeps as many inputs as the conv has taps; the oldest of them is never read again.
             check_state(conv.T, arrays[f"{key}_conv"][:, 1:], arrays, f"{key}_conv")
             check_state(state, arrays[f"{key}_rec"], arrays, f"{key}_rec")
+
+
+def test_in_deterministic_mode_experts_and_latents_depend_on_the_prefix_alone():
+    """Kimi-Linear has both: the same bits from the whole prompt as after a reused prefix, token by token."""
+    arrays = dict(np.load(GOLDEN / "kimi_linear" / "golden.npz"))
+    cache = CacheConfig(num_kv_slots=512, num_ssm_slots=24)
+    config = EngineConfig(
+        max_running=1, max_context=256, token_budget=64, max_extend_rows=1, deterministic=True
+    )
+    engine = Engine(GOLDEN / "kimi_linear", cache, config)
+    ids = arrays["ids_0"][:150]
+    whole = engine.logits(ids)
+    check_logits(whole, arrays, slice(0, 150))
+    engine.reset()
+    engine.logits(ids[:77])
+    parts = [engine.logits(ids[:120], start=76)]
+    parts += [engine.logits(ids[: end + 1], start=end) for end in range(120, 150)]
+    assert np.array_equal(np.concatenate(parts), whole[76:])
