@@ -12,7 +12,7 @@ export TPU_SKIP_MDS_QUERY ?= 1
 export TPU_ACCELERATOR_TYPE ?= v5litepod-4
 export TPU_WORKER_HOSTNAMES ?= localhost
 
-.PHONY: help demo test lint format bench aot test-newest host-long mutants train-tiny golden clean
+.PHONY: help demo test lint format bench aot test-newest host-long mutants train-tiny golden golden-random clean
 
 help:
 	@echo "make demo         a real trace through the engine, with the cache and without; writes out/demo-report.html"
@@ -25,6 +25,7 @@ help:
 	@echo "make mutants      plants faults in the prefix cache, and shows that the tests catch each; some minutes"
 	@echo "make train-tiny   trains the tiny model again, about 15 minutes on two cores"
 	@echo "make golden       writes the tests' checkpoints and references again, with torch and transformers"
+	@echo "make golden-random  holds random configurations of every family to transformers"
 	@echo "make clean        removes what these targets made"
 
 # A stamp file stands for the installed environment: it is made once, and again when its inputs change.
@@ -85,10 +86,19 @@ mutants: $(VENV)/.installed
 train-tiny: $(VENV)/.installed
 	@$(BIN)/python -m mambacache_jax.models.tiny.train
 
-golden:
+$(VENV)-golden/.installed:
 	@test -x $(VENV)-golden/bin/python || $(PYTHON) -m venv $(VENV)-golden
 	@$(VENV)-golden/bin/python -m pip install $(INSTALL) torch==2.13.0 transformers==5.24.0 safetensors numpy
+	@touch $@
+
+golden: $(VENV)-golden/.installed
 	@HF_HUB_OFFLINE=1 $(VENV)-golden/bin/python tests/models/golden/make_golden.py
+
+golden-random: $(VENV)/.installed $(VENV)-golden/.installed
+	@rm -rf out/golden
+	@HF_HUB_OFFLINE=1 $(VENV)-golden/bin/python tests/models/golden/make_golden.py \
+		--random 3 --seed $$(date +%j) --out out/golden
+	@$(BIN)/python tests/models/golden/check.py out/golden
 
 clean:
 	@rm -rf $(VENV) $(VENV)-newest $(VENV)-golden out .pytest_cache .ruff_cache

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-_SMALLEST, _LARGEST = 8, 128
+_SMALLEST, _LARGEST = 8, 64
 
 
 def block_rows(rows: int, groups: int) -> int:
-    """Rows of a block: about those of an average group, since what a block has too many is wasted."""
-    average = max(1, rows // groups)
-    return min(rows, max(_SMALLEST, min(_LARGEST, 1 << (average - 1).bit_length())))
+    """Rows of a block: at most half an average group, since half a block a group is wasted on average."""
+    half = max(1, rows // groups // 2)
+    return min(rows, max(_SMALLEST, min(_LARGEST, 1 << (half.bit_length() - 1))))
 
 
 def grouped_matmul(

@@ -72,9 +72,9 @@ def test_beside_the_result_there_is_little_memory():
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "block"), [(8, 512, 8), (3, 4, 3), (40_960, 512, 128), (100, 8, 16)]
+    ("rows", "groups", "block"), [(8, 512, 8), (3, 4, 3), (40_960, 512, 32), (100, 8, 8), (9000, 8, 64)]
 )
-def test_a_block_is_about_an_average_group(rows, groups, block):
+def test_a_block_is_at_most_half_an_average_group_within_bounds(rows, groups, block):
     assert block_rows(rows, groups) == block
 
 

@@ -59,6 +59,7 @@ def parse(s: Settings) -> Config:
         default=["dense" if i < first else "sparse" for i in range(count)],
     )
     s.expect("hidden_act", "silu")
+    s.expect("tie_word_embeddings", False)
     s.expect("q_lora_rank")
     s.expect("attention_bias", False)
     s.expect("mla_use_nope", True)

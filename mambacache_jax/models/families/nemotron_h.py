@@ -52,6 +52,8 @@ def parse(s: Settings) -> Config:
     """
     ends = take_ends(s, eps="layer_norm_epsilon")
     s.expect("mlp_hidden_act", "relu2")
+    s.expect("tie_word_embeddings", False)
+    s.expect("attention_bias", False)
     s.expect("mamba_hidden_act", "silu")
     s.expect("sliding_window")
     s.expect("residual_in_fp32", False)

@@ -1,7 +1,9 @@
 """Writes the fixtures of this folder: tiny random checkpoints, and what transformers computes from them.
 
     python make_golden.py [name ...]
+    python make_golden.py --random COUNT --seed SEED --out FOLDER
 
+The second form writes random configurations elsewhere, which `check.py` holds to their references.
 Needs torch and transformers; `make golden` installs them apart and runs this. For each entry of specs.json
 it builds the transformers model with weights drawn here (a wrong gate, state or multiplier then shows in the
 logits, which it would not at the library's own small initial weights), rounds them to bfloat16 so that the
@@ -10,14 +12,15 @@ float32 is run beside it in the library's two ways, the whole sequence at once a
 larger distance of the two says how far rounding alone carries.
 """
 
+import argparse
 import contextlib
 import json
 import math
 import pathlib
-import sys
 import zlib
 
 import numpy as np
+import random_specs
 import safetensors.torch
 import torch
 import transformers
@@ -141,12 +144,21 @@ def states_of(cache):
 
 
 def main():
-    specs = json.loads((FOLDER / "specs.json").read_text())
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--random", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=pathlib.Path, default=FOLDER)
+    args = parser.parse_args()
+    if args.random:
+        specs = random_specs.specs(args.random, args.seed)
+    else:
+        specs = json.loads((FOLDER / "specs.json").read_text())
     for name, spec in specs.items():
-        if sys.argv[1:] and name not in sys.argv[1:]:
+        if args.names and name not in args.names:
             continue
-        folder = FOLDER / name
-        folder.mkdir(exist_ok=True)
+        folder = args.out / name
+        folder.mkdir(exist_ok=True, parents=True)
         config, model = build(spec)
         save(model, folder)
         options = {"experts_implementation": "eager"} if spec.get("experts") else {}
