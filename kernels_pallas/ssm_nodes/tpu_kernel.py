@@ -1,0 +1,276 @@
+"""The body of `tpu`'s kernel: transfers of states, and both phases on the tile of one grid step."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.recurrence import advance, read_out, rounded_product
+from kernels_pallas.ssm_nodes.plan import NodesPlan
+from kernels_pallas.ssm_nodes.tiles import node_outputs, products
+
+LANES = 128
+
+_READ, _WRITE, _TRACK = range(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What is known of a call when it is compiled.
+
+    Attributes:
+      kind, precision, depth, min_log_decay, num_rows, num_heads, num_pending, num_nodes: of the call.
+      heads: heads of a grid step.
+      groups: heads of a key head.
+      interpret: products are then kept apart from sums, as XLA could join them.
+    """
+
+    kind: str
+    precision: str
+    num_rows: int
+    num_heads: int
+    heads: int
+    groups: int
+    num_pending: int
+    num_nodes: int
+    depth: int
+    min_log_decay: float | None
+    interpret: bool
+
+    @property
+    def parts(self) -> int:
+        """Grid steps of a row."""
+        return self.num_heads // self.heads
+
+    @property
+    def in_flight(self) -> int:
+        """Heads whose arithmetic is interleaved: of one key head, or all heads of several."""
+        sizes = (n for n in (2, 1) if self.heads % n == 0)
+        return next(n for n in sizes if n % self.groups == 0 or self.groups % n == 0)
+
+
+def kernel(tile, *refs):
+    """One grid step; `refs` are the plan, the pool and inputs, the pool and outputs, and the buffers."""
+    *plan, pool_in, inputs, pool, outs, buffers = refs
+    plan = NodesPlan(*plan)
+    # Asked for here, as interpreters know it only outside loops and branches.
+    row, part = at = pl.program_id(0), pl.program_id(1)
+    step = row * tile.parts + part
+    last = tile.num_rows * tile.parts - 1
+    half = step % 2
+    # Without pending tokens states are sent from where they were fetched to, which the next fetch overwrites.
+    folded, lag = ("write", 2) if tile.num_pending else ("read", 1)
+
+    def fetch(step):
+        slot = plan.read_slot[step // tile.parts]
+        source, target = _heads(tile, pool_in, slot, step), buffers["read"].at[step % 2]
+        return slot, pltpu.make_async_copy(source, target, buffers["sent"].at[_READ, step % 2])
+
+    def start_fetch(step):
+        slot, copy = fetch(step)
+        pl.when(slot != 0)(copy.start)
+
+        @pl.when(slot == 0)
+        def _():
+            buffers["read"][step % 2] = jnp.zeros(buffers["read"].shape[1:], buffers["read"].dtype)
+
+    def sends(step):
+        """`(whether, copy)` of the folded and the tracked states."""
+        for slots, name, which in ((plan.write_slot, folded, _WRITE), (plan.track_slot, "track", _TRACK)):
+            slot = slots[step // tile.parts]
+            source, target = buffers[name].at[step % 2], _heads(tile, pool, slot, step)
+            yield slot != 0, pltpu.make_async_copy(source, target, buffers["sent"].at[which, step % 2])
+
+    def wait_sent(step):
+        for moves, copy in sends(step):
+            pl.when(moves)(copy.wait)
+
+    @pl.when(step == 0)
+    def _():
+        start_fetch(step)
+
+    @pl.when(step >= lag)
+    def _():
+        wait_sent(step - lag)
+
+    @pl.when(step < last)
+    def _():
+        start_fetch(step + 1)
+
+    slot, copy = fetch(step)
+    pl.when(slot != 0)(copy.wait)
+
+    if tile.num_pending:
+        _fold(tile, at, plan, inputs["pending"], outs.get("pending"), buffers, half)
+    for moves, copy in sends(step):
+        pl.when(moves)(copy.start)
+    if tile.num_nodes:
+
+        @pl.when(plan.node_len[row] != 0)
+        def _():
+            states = buffers[folded].at[half]
+            if tile.precision == "exact":
+                _node_by_node(tile, at, plan, inputs["nodes"], outs["nodes"], states, buffers["tree"])
+            else:
+                _in_matmuls(tile, part, inputs["nodes"], outs["nodes"], states)
+
+    @pl.when(step == last)
+    def _():
+        if lag == 2 and last > 0:
+            wait_sent(step - 1)
+        wait_sent(step)
+
+
+def _heads(tile, pool, slot, step):
+    return pool.at[slot, pl.ds((step % tile.parts) * tile.heads, tile.heads)]
+
+
+def _by_heads(tile, heads, body):
+    """Calls `body` with the first head of every `heads` of the step."""
+
+    def step(n, _):
+        body(n * heads)
+
+    jax.lax.fori_loop(0, tile.heads // heads, step, None)
+
+
+def _fold(tile, at, plan, inputs, out, buffers, half):
+    """Phase 1."""
+    row, _ = at
+    length, track_len = plan.pending_len[row], plan.track_len[row]
+    dtype = buffers["read"].dtype
+    token = functools.partial(_token, tile, at, plan, inputs, tile.num_pending)
+
+    def of_heads(first):
+        heads = [first + n for n in range(tile.in_flight)]
+
+        def step(t, states):
+            states, outputs = token(t, first, states, out is not None)
+            for h, o in zip(heads, outputs, strict=True):
+                if out is not None:
+                    out[0, t, pl.ds(h, 1), :] = o
+            states = [_rounded(tile, s, dtype) for s in states]
+
+            @pl.when(track_len == t + 1)
+            def _():
+                for h, s in zip(heads, states, strict=True):
+                    buffers["track"][half, h] = s.astype(dtype)
+
+            return states
+
+        states = [buffers["read"][half, h].astype(jnp.float32) for h in heads]
+        states = jax.lax.fori_loop(0, length, step, states)
+        for h, s in zip(heads, states, strict=True):
+            buffers["write"][half, h] = s.astype(dtype)
+
+    _by_heads(tile, tile.in_flight, of_heads)
+
+
+def _node_by_node(tile, at, plan, inputs, out, folded, tree):
+    """Phase 2, "exact": `tree[0]` is the folded state, `tree[n + 1]` that of node `n`, of heads in flight."""
+    row, _ = at
+    token = functools.partial(_token, tile, at, plan, inputs, tile.num_nodes)
+
+    def of_heads(first):
+        heads = range(tile.in_flight)
+        for n in heads:
+            tree[0, n] = folded[first + n].astype(jnp.float32)
+
+        def step(t, _):
+            states = [tree[plan.parent[row * tile.num_nodes + t] + 1, n] for n in heads]
+            states, outputs = token(t, first, states, True)
+            for n in heads:
+                out[0, t, pl.ds(first + n, 1), :] = outputs[n]
+                tree[t + 1, n] = _rounded(tile, states[n], folded.dtype)
+
+        jax.lax.fori_loop(0, plan.node_len[row], step, None)
+
+    _by_heads(tile, tile.in_flight, of_heads)
+
+
+def _in_matmuls(tile, part, inputs, out, folded):
+    """Phase 2, "float32" and "fast"."""
+    dot, sum_dot = products(tile.precision)
+    ancestors = inputs["ancestors"][0]
+
+    def of_heads(first):
+        for n in range(tile.in_flight):
+            head = first + n
+            key_head = head // tile.groups if tile.groups <= tile.heads else 0
+            log_decay = inputs["log_decay"]
+            column = functools.partial(_lane, lane=part * tile.heads + head)
+            out[0, head] = node_outputs(
+                tile.kind,
+                folded[head].astype(jnp.float32),
+                inputs["q"][0, key_head],
+                inputs["k"][0, key_head],
+                inputs["v"][0, head],
+                log_decay[0, head] if tile.kind == "kda" else column(log_decay[0]),
+                None if tile.kind == "mamba2" else column(inputs["beta"][0]),
+                ancestors,
+                depth=tile.depth,
+                min_log_decay=tile.min_log_decay,
+                dot=dot,
+                sum_dot=sum_dot,
+            )
+
+    _by_heads(tile, tile.in_flight, of_heads)
+
+
+def _lane(x, lane):
+    """One lane of `x`, known at run time, as a column."""
+    lanes = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.sum(jnp.where(lanes == lane, x, 0.0), axis=1, keepdims=True)
+
+
+def _token(tile, at, plan, inputs, steps, t, first, states, reads):
+    """One token of heads in flight: states `[state_dim, head_dim]`, not rounded, and outputs or Nones."""
+    row, part = at
+    product = rounded_product(plan.pending_len[row]) if tile.interpret else jnp.multiply
+    offset = part * tile.heads
+    lanes = states[0].shape[1]
+
+    def columns(name, heads, n):
+        """The token's column for head `n` in flight, from the heads or key heads of the row."""
+        column = (offset + first + n) // (tile.num_heads // heads) * steps + t
+        return _spread(inputs[name][0, column // LANES], column % LANES, lanes)
+
+    def number(name, n):
+        value = inputs[name][0, t, offset + first + n]
+        return jnp.full((1, lanes), value, jnp.float32)
+
+    key_heads = tile.num_heads // tile.groups
+    after, outputs, keys = [], [], {}
+    for n, state in enumerate(states):
+        first_of_key = n // tile.groups * tile.groups
+        if first_of_key not in keys:
+            q = columns("q", key_heads, n) if reads else None
+            keys[first_of_key] = q, columns("k", key_heads, n)
+        q, k = keys[first_of_key]
+        kda = tile.kind == "kda"
+        log_decay = columns("log_decay", tile.num_heads, n) if kda else number("log_decay", n)
+        beta = None if tile.kind == "mamba2" else number("beta", n)
+        v = inputs["v"][0, t, pl.ds(first + n, 1), :]
+        state = advance(tile.kind, state, k, v, log_decay, beta, product=product)
+        after.append(state)
+        outputs.append(read_out(state, q, product=product) if reads else None)
+    return after, outputs
+
+
+def _spread(x, lane, lanes):
+    """One lane of `x` `[rows, 128]` in all of `lanes` lanes."""
+    column = jnp.take_along_axis(x, jnp.full(x.shape, lane, jnp.int32), axis=1)
+    copies = -(-lanes // LANES)
+    return jnp.concatenate([column] * copies, axis=1)[:, :lanes]
+
+
+def _rounded(tile, state, dtype):
+    """As `reference.round_state`, which Mosaic does not lower; it keeps pairs of casts."""
+    if dtype == jnp.float32:
+        return state
+    return (
+        jax.lax.reduce_precision(state, 8, 7) if tile.interpret else state.astype(dtype).astype(jnp.float32)
+    )
