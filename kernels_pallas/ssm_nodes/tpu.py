@@ -76,10 +76,10 @@ def ssm_nodes(kind, pool, pending, nodes, plan, *, precision, depth, min_log_dec
         "read": pltpu.VMEM(states, pool.dtype),
         "write": pltpu.VMEM(states, pool.dtype),
         "track": pltpu.VMEM(states, pool.dtype),
-        "sent": pltpu.SemaphoreType.DMA((3, 2)),
+        "moved": pltpu.SemaphoreType.DMA((4, 2)),
     }
     if nodes is not None and exact:
-        tree = (num_nodes + 1, tile.in_flight, state_dim, head_dim)
+        tree = (num_nodes + 1, tile.token_heads, state_dim, head_dim)
         scratch["tree"] = pltpu.VMEM(tree, jnp.float32)
     vmem = _vmem_bytes(scratch, specs, out_specs)
     if vmem > MAX_VMEM_BYTES:
@@ -248,7 +248,7 @@ def _vmem_bytes(scratch, *specs):
         return math.prod(lead) * -(-rows // sublanes) * -(-lanes // LANES) * 32 * LANES
 
     blocks = [s for s in jax.tree.leaves(specs) if s.memory_space != pltpu.SMEM]
-    buffers = [s for name, s in scratch.items() if name != "sent"]
+    buffers = [s for name, s in scratch.items() if name != "moved"]
     return sum(2 * padded(s.block_shape, 4) for s in blocks) + sum(
         padded(s.shape, s.dtype.itemsize) for s in buffers
     )

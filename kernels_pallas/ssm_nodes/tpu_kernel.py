@@ -14,7 +14,7 @@ from kernels_pallas.ssm_nodes.tiles import node_outputs, products
 
 LANES = 128
 
-_READ, _WRITE, _TRACK = range(3)
+_READ, _WRITE, _TRACK, _COPY = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +46,17 @@ class Tile:
         return self.num_heads // self.heads
 
     @property
-    def in_flight(self) -> int:
-        """Heads whose arithmetic is interleaved: of one key head, or all heads of several."""
-        sizes = (n for n in (2, 1) if self.heads % n == 0)
+    def token_heads(self) -> int:
+        """Heads whose tokens are computed side by side: of one key head, or all heads of several."""
+        return self._heads(2)
+
+    @property
+    def node_heads(self) -> int:
+        """Heads whose nodes' matmuls are, as long as their `[node, node]` products fit registers."""
+        return self._heads(4 if self.num_nodes <= 16 else 2)
+
+    def _heads(self, most):
+        sizes = (n for n in (4, 2, 1) if n <= most and self.heads % n == 0)
         return next(n for n in sizes if n % self.groups == 0 or self.groups % n == 0)
 
 
@@ -63,43 +71,41 @@ def kernel(tile, *refs):
     half = step % 2
     # Without pending tokens states are sent from where they were fetched to, which the next fetch overwrites.
     folded, lag = ("write", 2) if tile.num_pending else ("read", 1)
+    # A chain of one token is tracked where it ends.
+    tracked = "track" if tile.num_pending > 1 else folded
 
     def fetch(step):
         slot = plan.read_slot[step // tile.parts]
         source, target = _heads(tile, pool_in, slot, step), buffers["read"].at[step % 2]
-        return slot, pltpu.make_async_copy(source, target, buffers["sent"].at[_READ, step % 2])
+        return slot, pltpu.make_async_copy(source, target, buffers["moved"].at[_READ, step % 2])
 
-    def start_fetch(step):
+    def start_fetch(step, _):
         slot, copy = fetch(step)
         pl.when(slot != 0)(copy.start)
 
         @pl.when(slot == 0)
         def _():
-            buffers["read"][step % 2] = jnp.zeros(buffers["read"].shape[1:], buffers["read"].dtype)
+            target = buffers["read"].at[step % 2]
+
+            def clear(head):
+                target[head] = jnp.zeros(target.shape[1:], target.dtype)
+
+            _by_heads(tile, 1, clear)
 
     def sends(step):
         """`(whether, copy)` of the folded and the tracked states."""
-        for slots, name, which in ((plan.write_slot, folded, _WRITE), (plan.track_slot, "track", _TRACK)):
+        for slots, name, which in ((plan.write_slot, folded, _WRITE), (plan.track_slot, tracked, _TRACK)):
             slot = slots[step // tile.parts]
             source, target = buffers[name].at[step % 2], _heads(tile, pool, slot, step)
-            yield slot != 0, pltpu.make_async_copy(source, target, buffers["sent"].at[which, step % 2])
+            yield slot != 0, pltpu.make_async_copy(source, target, buffers["moved"].at[which, step % 2])
 
     def wait_sent(step):
         for moves, copy in sends(step):
             pl.when(moves)(copy.wait)
 
-    @pl.when(step == 0)
-    def _():
-        start_fetch(step)
-
-    @pl.when(step >= lag)
-    def _():
-        wait_sent(step - lag)
-
-    @pl.when(step < last)
-    def _():
-        start_fetch(step + 1)
-
+    pl.when(step >= lag)(lambda: wait_sent(step - lag))
+    # The first step fetches its own states too.
+    jax.lax.fori_loop(jnp.where(step == 0, 0, step + 1), jnp.minimum(step, last - 1) + 2, start_fetch, None)
     slot, copy = fetch(step)
     pl.when(slot != 0)(copy.wait)
 
@@ -119,7 +125,7 @@ def kernel(tile, *refs):
 
     @pl.when(step == last)
     def _():
-        if lag == 2 and last > 0:
+        if lag == 2 and last:
             wait_sent(step - 1)
         wait_sent(step)
 
@@ -141,32 +147,47 @@ def _fold(tile, at, plan, inputs, out, buffers, half):
     """Phase 1."""
     row, _ = at
     length, track_len = plan.pending_len[row], plan.track_len[row]
-    dtype = buffers["read"].dtype
+    read, write, track = (buffers[name].at[half] for name in ("read", "write", "track"))
     token = functools.partial(_token, tile, at, plan, inputs, tile.num_pending)
 
-    def of_heads(first):
-        heads = [first + n for n in range(tile.in_flight)]
+    def after(t, first, states):
+        states, outputs = token(t, first, states, out is not None)
+        if out is not None:
+            for n, o in enumerate(outputs):
+                out[0, t, pl.ds(first + n, 1), :] = o
+        return [_rounded(tile, s, read.dtype) for s in states]
 
+    def load(first, heads):
+        return [read[first + n].astype(jnp.float32) for n in range(heads)]
+
+    def store(target, first, states):
+        for n, s in enumerate(states):
+            target[first + n] = s.astype(target.dtype)
+
+    def chains(first):
         def step(t, states):
-            states, outputs = token(t, first, states, out is not None)
-            for h, o in zip(heads, outputs, strict=True):
-                if out is not None:
-                    out[0, t, pl.ds(h, 1), :] = o
-            states = [_rounded(tile, s, dtype) for s in states]
-
-            @pl.when(track_len == t + 1)
-            def _():
-                for h, s in zip(heads, states, strict=True):
-                    buffers["track"][half, h] = s.astype(dtype)
-
+            states = after(t, first, states)
+            pl.when(track_len == t + 1)(lambda: store(track, first, states))
             return states
 
-        states = [buffers["read"][half, h].astype(jnp.float32) for h in heads]
-        states = jax.lax.fori_loop(0, length, step, states)
-        for h, s in zip(heads, states, strict=True):
-            buffers["write"][half, h] = s.astype(dtype)
+        states = load(first, tile.token_heads)
+        store(write, first, jax.lax.fori_loop(0, length, step, states))
 
-    _by_heads(tile, tile.in_flight, of_heads)
+    def one_token(first):
+        # One head after the other, which the compiler overlaps as far as registers last.
+        for n in range(tile.node_heads):
+            store(write, first + n, after(0, first + n, load(first + n, 1)))
+
+    if tile.num_pending > 1:
+        _by_heads(tile, tile.token_heads, chains)
+        return
+    pl.when(length != 0)(lambda: _by_heads(tile, tile.node_heads, one_token))
+
+    @pl.when(length == 0)
+    def _():
+        copy = pltpu.make_async_copy(read, write, buffers["moved"].at[_COPY, half])
+        copy.start()
+        copy.wait()
 
 
 def _node_by_node(tile, at, plan, inputs, out, folded, tree):
@@ -175,7 +196,7 @@ def _node_by_node(tile, at, plan, inputs, out, folded, tree):
     token = functools.partial(_token, tile, at, plan, inputs, tile.num_nodes)
 
     def of_heads(first):
-        heads = range(tile.in_flight)
+        heads = range(tile.token_heads)
         for n in heads:
             tree[0, n] = folded[first + n].astype(jnp.float32)
 
@@ -188,36 +209,51 @@ def _node_by_node(tile, at, plan, inputs, out, folded, tree):
 
         jax.lax.fori_loop(0, plan.node_len[row], step, None)
 
-    _by_heads(tile, tile.in_flight, of_heads)
+    _by_heads(tile, tile.token_heads, of_heads)
 
 
 def _in_matmuls(tile, part, inputs, out, folded):
     """Phase 2, "float32" and "fast"."""
     dot, sum_dot = products(tile.precision)
     ancestors = inputs["ancestors"][0]
+    size = tile.node_heads
+    one_key = size <= tile.groups
+    outputs = functools.partial(
+        node_outputs,
+        tile.kind,
+        depth=tile.depth,
+        min_log_decay=tile.min_log_decay,
+        dot=dot,
+        sum_dot=sum_dot,
+    )
+    # The products of heads stand side by side in the program, as the matrix unit keeps their order.
+    of_key, own = None if one_key else 0, None if tile.kind == "mamba2" else 0
+    outputs = jax.vmap(outputs, in_axes=(0, of_key, of_key, 0, 0, own, None))
 
     def of_heads(first):
-        for n in range(tile.in_flight):
-            head = first + n
-            key_head = head // tile.groups if tile.groups <= tile.heads else 0
-            log_decay = inputs["log_decay"]
-            column = functools.partial(_lane, lane=part * tile.heads + head)
-            out[0, head] = node_outputs(
-                tile.kind,
-                folded[head].astype(jnp.float32),
-                inputs["q"][0, key_head],
-                inputs["k"][0, key_head],
-                inputs["v"][0, head],
-                log_decay[0, head] if tile.kind == "kda" else column(log_decay[0]),
-                None if tile.kind == "mamba2" else column(inputs["beta"][0]),
-                ancestors,
-                depth=tile.depth,
-                min_log_decay=tile.min_log_decay,
-                dot=dot,
-                sum_dot=sum_dot,
-            )
+        def columns(name):
+            head = part * tile.heads + first
+            return jnp.stack([_lane(inputs[name][0], head + n) for n in range(size)])
 
-    _by_heads(tile, tile.in_flight, of_heads)
+        def keys(name):
+            first_key = first // tile.groups if tile.groups <= tile.heads else 0
+            if one_key:
+                return inputs[name][0, first_key]
+            x = inputs[name][0, pl.ds(first_key, size // tile.groups)]
+            return jnp.repeat(x, tile.groups, axis=0) if tile.groups > 1 else x
+
+        heads = pl.ds(first, size)
+        out[0, heads] = outputs(
+            folded[heads].astype(jnp.float32),
+            keys("q"),
+            keys("k"),
+            inputs["v"][0, heads],
+            inputs["log_decay"][0, heads] if tile.kind == "kda" else columns("log_decay"),
+            None if tile.kind == "mamba2" else columns("beta"),
+            ancestors,
+        )
+
+    _by_heads(tile, size, of_heads)
 
 
 def _lane(x, lane):
