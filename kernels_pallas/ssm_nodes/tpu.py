@@ -79,7 +79,7 @@ def ssm_nodes(kind, pool, pending, nodes, plan, *, precision, depth, min_log_dec
         "moved": pltpu.SemaphoreType.DMA((4, 2)),
     }
     if nodes is not None and exact:
-        tree = (num_nodes + 1, tile.token_heads, state_dim, head_dim)
+        tree = (num_nodes + 1, tile.chain_heads, state_dim, head_dim)
         scratch["tree"] = pltpu.VMEM(tree, jnp.float32)
     vmem = _vmem_bytes(scratch, specs, out_specs)
     if vmem > MAX_VMEM_BYTES:

@@ -46,17 +46,22 @@ class Tile:
         return self.num_heads // self.heads
 
     @property
-    def token_heads(self) -> int:
-        """Heads whose tokens are computed side by side: of one key head, or all heads of several."""
-        return self._heads(2)
+    def chain_heads(self) -> int:
+        """Heads whose chains are folded side by side: those that share keys, as far as registers last."""
+        return self._heads(2 if self.groups > 1 else 1)
+
+    @property
+    def unrolled_heads(self) -> int:
+        """Heads whose one token is written out, for the compiler to overlap."""
+        return self._heads(8)
 
     @property
     def node_heads(self) -> int:
-        """Heads whose nodes' matmuls are, as long as their `[node, node]` products fit registers."""
+        """Heads whose nodes' matmuls stand side by side, as far as registers last."""
         return self._heads(4 if self.num_nodes <= 16 else 2)
 
     def _heads(self, most):
-        sizes = (n for n in (4, 2, 1) if n <= most and self.heads % n == 0)
+        sizes = (n for n in (8, 4, 2, 1) if n <= most and self.heads % n == 0)
         return next(n for n in sizes if n % self.groups == 0 or self.groups % n == 0)
 
 
@@ -170,18 +175,18 @@ def _fold(tile, at, plan, inputs, out, buffers, half):
             pl.when(track_len == t + 1)(lambda: store(track, first, states))
             return states
 
-        states = load(first, tile.token_heads)
+        states = load(first, tile.chain_heads)
         store(write, first, jax.lax.fori_loop(0, length, step, states))
 
     def one_token(first):
         # One head after the other, which the compiler overlaps as far as registers last.
-        for n in range(tile.node_heads):
+        for n in range(tile.unrolled_heads):
             store(write, first + n, after(0, first + n, load(first + n, 1)))
 
     if tile.num_pending > 1:
-        _by_heads(tile, tile.token_heads, chains)
+        _by_heads(tile, tile.chain_heads, chains)
         return
-    pl.when(length != 0)(lambda: _by_heads(tile, tile.node_heads, one_token))
+    pl.when(length != 0)(lambda: _by_heads(tile, tile.unrolled_heads, one_token))
 
     @pl.when(length == 0)
     def _():
@@ -196,7 +201,7 @@ def _node_by_node(tile, at, plan, inputs, out, folded, tree):
     token = functools.partial(_token, tile, at, plan, inputs, tile.num_nodes)
 
     def of_heads(first):
-        heads = range(tile.token_heads)
+        heads = range(tile.chain_heads)
         for n in heads:
             tree[0, n] = folded[first + n].astype(jnp.float32)
 
@@ -209,7 +214,7 @@ def _node_by_node(tile, at, plan, inputs, out, folded, tree):
 
         jax.lax.fori_loop(0, plan.node_len[row], step, None)
 
-    _by_heads(tile, tile.token_heads, of_heads)
+    _by_heads(tile, tile.chain_heads, of_heads)
 
 
 def _in_matmuls(tile, part, inputs, out, folded):
@@ -279,20 +284,25 @@ def _token(tile, at, plan, inputs, steps, t, first, states, reads):
         return jnp.full((1, lanes), value, jnp.float32)
 
     key_heads = tile.num_heads // tile.groups
-    after, outputs, keys = [], [], {}
+    after, keys, queries = [], {}, {}
     for n, state in enumerate(states):
-        first_of_key = n // tile.groups * tile.groups
-        if first_of_key not in keys:
-            q = columns("q", key_heads, n) if reads else None
-            keys[first_of_key] = q, columns("k", key_heads, n)
-        q, k = keys[first_of_key]
+        key = n // tile.groups
+        if key not in keys:
+            keys[key] = columns("k", key_heads, n)
         kda = tile.kind == "kda"
         log_decay = columns("log_decay", tile.num_heads, n) if kda else number("log_decay", n)
         beta = None if tile.kind == "mamba2" else number("beta", n)
         v = inputs["v"][0, t, pl.ds(first + n, 1), :]
-        state = advance(tile.kind, state, k, v, log_decay, beta, product=product)
-        after.append(state)
-        outputs.append(read_out(state, q, product=product) if reads else None)
+        after.append(advance(tile.kind, state, keys[key], v, log_decay, beta, product=product))
+    if not reads:
+        return after, None
+    # Spread only now, so that keys and queries do not fill the registers together.
+    outputs = []
+    for n, state in enumerate(after):
+        key = n // tile.groups
+        if key not in queries:
+            queries[key] = columns("q", key_heads, n)
+        outputs.append(read_out(state, queries[key], product=product))
     return after, outputs
 
 
