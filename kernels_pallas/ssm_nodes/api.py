@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Float32
 
 from kernels_pallas.dispatch import Op
 from kernels_pallas.recurrence import check_heads
-from kernels_pallas.ssm_nodes import reference, tpu, xla
+from kernels_pallas.ssm_nodes import gpu, reference, tpu, xla
 from kernels_pallas.ssm_nodes.plan import Inputs as Inputs
 from kernels_pallas.ssm_nodes.plan import NodesPlan as NodesPlan
 
@@ -42,8 +42,13 @@ _PRECISIONS = ("exact", "float32", "fast")
 
 OP = Op(
     "ssm_nodes",
-    {"xla": xla.ssm_nodes, "tpu": tpu.ssm_nodes, "reference": reference.ssm_nodes},
-    order={"cpu": ("xla",), "gpu": ("xla",), "tpu": ("tpu", "xla")},
+    {
+        "xla": xla.ssm_nodes,
+        "triton": gpu.ssm_nodes,
+        "tpu": tpu.ssm_nodes,
+        "reference": reference.ssm_nodes,
+    },
+    order={"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("tpu", "xla")},
 )
 
 

@@ -78,7 +78,7 @@ def node_outputs(
     from_start = sum_dot(ancestors, log_decay)
     if kind != "kda":
         qk, kk = _scalar_scores(q, k, log_decay, ancestors, strict, dot, sum_dot)
-    elif min_log_decay is not None and -min_log_decay * depth <= SPLIT_RANGE:
+    elif min_log_decay is not None and splits(min_log_decay, depth):
         qk, kk = _split_scores(q, k, from_start, 0.5 * min_log_decay * depth, dot)
     else:
         qk, kk = _pairwise_scores(q, k, log_decay, ancestors, strict, sum_dot)
@@ -89,6 +89,11 @@ def node_outputs(
         u = beta * (v - dot(k * from_start, state))
         u = dot(unit_inverse(beta * kk, ancestors, depth, dot), u)
     return dot(q * from_start, state) + dot(qk, u)
+
+
+def splits(min_log_decay, depth) -> bool:
+    """Whether decays with this bound may be factored along paths of `depth` nodes."""
+    return -min_log_decay * depth <= SPLIT_RANGE
 
 
 def _scalar_scores(q, k, log_decay, ancestors, strict, dot, sum_dot):

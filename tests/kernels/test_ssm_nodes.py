@@ -155,7 +155,10 @@ def test_wrong_arguments_are_refused_by_name():
         ("unknown kind 'rwkv'", {"kind": "rwkv"}),
         ("unknown precision 'half'; there are exact, float32, fast", {"precision": "half"}),
         ("must be float32 or bfloat16, got float16", {"pool": pool.astype(jnp.float16)}),
-        ("unknown implementation 'cuda'; there are xla, tpu, reference", {"implementation": "cuda"}),
+        (
+            "unknown implementation 'cuda'; there are xla, triton, tpu, reference",
+            {"implementation": "cuda"},
+        ),
         ("depth counts nodes of a path and is at least 1, got 0", {"depth": 0}),
         ("min_log_decay bounds numbers that are at most 0, got 5.0", {"min_log_decay": 5.0}),
         ("plan.parent has 3 nodes a row, the node inputs 0", {"nodes": None}),
