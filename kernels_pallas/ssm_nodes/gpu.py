@@ -11,6 +11,7 @@ their own and sums are an explicit tree, in whatever layout the compiler holds a
 
 import dataclasses
 import functools
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -61,6 +62,7 @@ def ssm_nodes(kind, pool, pending, nodes, plan, *, precision, depth, min_log_dec
     _check(kind, pool, nodes, precision, depth, min_log_decay)
     tile = tile or default_tile(pool, nodes, precision)
     interpret = current_platform() == "cpu"
+    _keep_jax_quiet()
     tree = None
     if nodes is not None:
         tree = plan.parent if precision == "exact" else ancestor_mask(plan.parent, plan.node_len, depth)
@@ -91,15 +93,25 @@ def ssm_nodes(kind, pool, pending, nodes, plan, *, precision, depth, min_log_dec
     return pool, none if pending is None else pending_out, none if nodes is None else node_out
 
 
+def _keep_jax_quiet():
+    """JAX 0.11 and later warn when they lower a Triton kernel, which a user of this op can do nothing about.
+
+    It happens after this call has returned, so the filter of that one message stays.
+    """
+    message = "The Pallas Triton backend is deprecated"
+    warnings.filterwarnings("ignore", message=message, category=DeprecationWarning)
+
+
 def default_tile(pool, nodes, precision) -> Tile:
     """The tile for a pool and nodes of these shapes."""
     _, _, state_dim, head_dim = pool.shape
     if nodes is None:
-        columns, num_warps = 4096 // state_dim, 4
+        columns, num_warps = 4096 // state_dim, 4 if pool.dtype == jnp.float32 else 8
     elif precision == "exact":
         columns, num_warps = 8, 4
     else:
-        columns, num_warps = 32, 4 if nodes.v.shape[1] <= 16 else 8
+        small = precision == "fast" and nodes.v.shape[1] <= 16
+        columns, num_warps = 32, 4 if small else 8
     return Tile(min(head_dim, max(columns, 8)), num_warps)
 
 
@@ -239,7 +251,7 @@ def _masked(static, state, nodes, plan, out):
         plan.parent.at[pl.ds(0, size), pl.ds(0, size)], mask=(node < num_nodes) & of_column, other=0
     )
     q, k, v, log_decay, beta = (load(ref) for ref in nodes)
-    dot, sum_dot = _products(static)
+    dot, sum_dot = _products(static.precision, static.interpret)
     got = tiles.node_outputs(
         static.kind,
         state,
@@ -258,19 +270,17 @@ def _masked(static, state, nodes, plan, out):
     triton.store(out.at[pl.ds(0, size), :], jnp.where(live, got, 0.0), mask=inside)
 
 
-def _products(static):
-    """`tiles.products` for Triton's matrix units: "float32" takes three TF32 passes, "fast" one."""
-    if static.interpret:
-        dot, exact = tiles.products(static.precision)
-    else:
-        exact = tiles.make_dot(jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
-        dot = exact if static.precision == "float32" else tiles.make_dot(jax.lax.Precision.DEFAULT)
+def _products(precision, interpret):
+    """`tiles.products` for Triton, where "float32" takes three TF32 passes; sums of decays always do."""
+    one_pass = tiles.make_dot(jax.lax.Precision.DEFAULT)
+    # XLA on the CPU does not know such passes, and its one pass is float32.
+    three_passes = one_pass if interpret else tiles.make_dot(jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
 
     def sum_dot(x, y):
         # A column is too narrow for a matrix unit.
-        return exact(x, y) if y.shape[1] > 1 else jnp.sum(x * y.reshape(1, -1), axis=1, keepdims=True)
+        return jnp.sum(x * y.reshape(1, -1), axis=1, keepdims=True) if y.shape[1] == 1 else three_passes(x, y)
 
-    return dot, sum_dot
+    return (one_pass if precision == "fast" else three_passes), sum_dot
 
 
 def _token(static, state, inputs, step, product):
