@@ -7,6 +7,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .budget import Plan as Plan
+    from .budget import plan_cache as plan_cache
     from .config import CacheConfig as CacheConfig
     from .config import EngineConfig as EngineConfig
     from .config import SamplingParams as SamplingParams
@@ -29,13 +31,17 @@ __all__ = [
     "EngineStats",
     "MambaCacheError",
     "OutOfSlots",
+    "Plan",
     "PrefixCache",
     "SamplingParams",
     "StampMismatch",
     "assert_no_recompile",
+    "plan_cache",
 ]
 
 _MODULES = {
+    "Plan": "budget",
+    "plan_cache": "budget",
     "CacheConfig": "config",
     "EngineConfig": "config",
     "SamplingParams": "config",

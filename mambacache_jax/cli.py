@@ -1,14 +1,29 @@
 """The `mambacache` command. Commands import what they run, so that `--help` is instant."""
 
+import json
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, get_args
 
 import click
 
-from mambacache_jax.config import SamplingParams
+from mambacache_jax.budget import CHECKPOINT_SHARE, estimate_step_bytes, parse_bytes, plan_cache, show_bytes
+from mambacache_jax.config import EngineConfig, SamplingParams, StateDtype
 from mambacache_jax.errors import MambaCacheError
+
+
+class _Bytes(click.ParamType):
+    """A size such as 80GiB, as bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """See `parse_bytes`."""
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -101,6 +116,87 @@ def generate(
     click.echo()
 
 
+@cli.command()
+@click.option("--model", required=True, help="`tiny`, or a checkpoint folder; its config.json is enough.")
+@click.option("--memory", type=_Bytes(), required=True, help="Of one device, such as 80GiB or 500MB.")
+@click.option(
+    "--max-running", type=int, default=EngineConfig.max_running, show_default=True, help="Requests at once."
+)
+@click.option(
+    "--max-context",
+    type=int,
+    help=f"Tokens of one request. By default {EngineConfig.max_context}, or the model's if fewer.",
+)
+@click.option("--page-size", type=click.IntRange(min=1), default=1, show_default=True, help="Tokens a page.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="bfloat16",
+    show_default=True,
+    help="Of a checkpoint's weights, K and V. `tiny` is float32.",
+)
+@click.option(
+    "--state-dtype",
+    type=click.Choice(get_args(StateDtype)),
+    help="Of recurrent states. By default what the checkpoint's config asks for.",
+)
+@click.option(
+    "--checkpoint-share",
+    type=float,
+    default=CHECKPOINT_SHARE,
+    show_default=True,
+    help="Of the bytes that checkpoints and KV divide.",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the plan here."
+)
+def plan(
+    model: str,
+    memory: int,
+    max_running: int,
+    max_context: int | None,
+    page_size: int,
+    dtype: str,
+    state_dtype: StateDtype | None,
+    checkpoint_share: float,
+    json_file: Path | None,
+) -> None:
+    """What fits in a device's memory: slots, checkpoints, conversations. Reads no weights."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from mambacache_jax.models import abstract
+
+    described = abstract(model, dtype=dtype)
+    if max_context is None:
+        max_context = min(EngineConfig.max_context, described.max_context)
+    if max_context > described.max_context:
+        raise ValueError(f"max_context={max_context} exceeds the model's {described.max_context} positions.")
+    engine = EngineConfig(max_running=max_running, max_context=max_context)
+    planned = plan_cache(
+        described.specs,
+        memory,
+        dtype=described.dtype,
+        engine=engine,
+        weight_bytes=described.weight_bytes,
+        step_bytes=estimate_step_bytes(
+            described.specs, engine, vocab_size=described.vocab_size, widest=described.widest
+        ),
+        page_size=page_size,
+        state_dtype=state_dtype or described.state_dtype,
+        checkpoint_share=checkpoint_share,
+    )
+    table = Table(title=f"{model} in {show_bytes(memory)}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in planned.rows():
+        table.add_row(*row)
+    Console().print(table)
+    if json_file is not None:
+        _write_json(json_file, {"model": model} | planned.figures())
+
+
 @cli.group()
 def bench() -> None:
     """Measures a part, beside what it is made of."""
@@ -126,16 +222,18 @@ def bench() -> None:
 )
 def host(nodes: tuple[int, ...], trace_file: Path | None, json_file: Path | None) -> None:
     """The radix tree and its allocators, without any device."""
-    import json
-
     from mambacache_jax.bench import host as host_bench
     from mambacache_jax.bench.trace import read_trace, sample
 
     results = host_bench.run(nodes, sample() if trace_file is None else read_trace(trace_file))
     host_bench.show(results)
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(results, indent=1) + "\n")
+        _write_json(json_file, results)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def main() -> NoReturn:

@@ -5,6 +5,7 @@ import numbers
 from typing import Literal
 
 RecurrentKind = Literal["mamba2", "gdn", "kda"]
+StateDtype = Literal["float32", "bfloat16"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -78,7 +79,7 @@ class CacheConfig:
     prefix_caching: bool = True
     track_interval: int = 256
     checkpoint_interval: int = 2048
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    state_dtype: StateDtype = "float32"
     num_shards: int = 1
     max_checkpoints_per_path: int | None = None
     events: bool = False

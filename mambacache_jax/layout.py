@@ -28,6 +28,17 @@ CONTEXT_TILE = 256
 FROM_DEVICE = -1
 
 
+def tile_pages(page_size: int) -> int:
+    """Pages of one context tile."""
+    return max(1, CONTEXT_TILE // page_size)
+
+
+def context_pages(max_context: int, page_size: int) -> int:
+    """Entries of a request-table row: whole tiles and whole update runs that cover `max_context` tokens."""
+    unit = math.lcm(tile_pages(page_size), TABLE_BLOCK)
+    return -(-max_context // (unit * page_size)) * unit
+
+
 @dataclasses.dataclass(frozen=True)
 class PlanShape:
     """Static sizes of a step; equal shapes share a compiled program.

@@ -1,12 +1,18 @@
 """The command line answers at once, and what a user can cause ends in one clear line and an exit code."""
 
+import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from mambacache_jax import Engine, SamplingParams, cli
+from mambacache_jax import Engine, EngineConfig, SamplingParams, cli, plan_cache
 from mambacache_jax.errors import OutOfSlots
+from mambacache_jax.models import load
+
+GOLDEN = Path(__file__).parent / "models" / "golden"
 
 
 def run(monkeypatch, capfd, *args):
@@ -25,7 +31,8 @@ def raising(error):
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["-h"], ["demo", "--help"], ["generate", "--help"], ["--version"]]
+    "args",
+    [["--help"], ["-h"], ["demo", "--help"], ["generate", "--help"], ["plan", "--help"], ["--version"]],
 )
 def test_help_and_version_succeed(monkeypatch, capfd, args):
     code, out, err = run(monkeypatch, capfd, *args)
@@ -55,6 +62,13 @@ def test_help_imports_nothing_heavy():
         (["generate", "--prompt", "x", "--model", "/no/such/model"], "/no/such/model"),
         (["demo", "--concurrency", "0"], "--concurrency"),
         (["nonsense"], "nonsense"),
+        (["plan", "--model", "tiny"], "'--memory'"),
+        (["plan", "--model", "tiny", "--memory", "80 apples"], "such as 80GiB or 500MB; got '80 apples'"),
+        (["plan", "--model", "tiny", "--memory", "1MB"], "too little. Needed are: weights 5.97 MiB"),
+        (["plan", "--model", "/no/such/model", "--memory", "1GB"], "/no/such/model"),
+        (["plan", "--model", "tiny", "--memory", "1GB", "--max-context", "8192"], "4096 positions"),
+        (["plan", "--model", "tiny", "--memory", "1GB", "--max-running", "0"], "max_running must be"),
+        (["plan", "--model", "tiny", "--memory", "1GB", "--checkpoint-share", "2"], "checkpoint_share must"),
     ],
 )
 def test_a_wrong_call_is_one_line_and_an_exit_code(monkeypatch, capfd, args, message):
@@ -123,6 +137,58 @@ def test_generate_streams_the_same_text_that_the_engine_gives(monkeypatch, capfd
     params = SamplingParams(max_tokens=12, temperature=0.7, seed=3)
     (expected,) = engine.generate(["import os\n"], params)
     assert out == expected.text + "\n"
+
+
+def planned(monkeypatch, capfd, tmp_path, *args):
+    """(what `mambacache plan` shows, what it writes)."""
+    monkeypatch.setenv("COLUMNS", "120")
+    file = tmp_path / "new" / "plan.json"
+    code, out, err = run(monkeypatch, capfd, "plan", "--json", str(file), *args)
+    assert (code, err) == (0, "")
+    return out, json.loads(file.read_text())
+
+
+def test_a_plan_needs_no_weights_and_counts_those_that_load(monkeypatch, capfd, tmp_path):
+    folder = tmp_path / "granite"
+    folder.mkdir()
+    shutil.copy(GOLDEN / "granite" / "config.json", folder)
+    args = ["--model", str(folder), "--memory", "64MiB", "--dtype", "float32"]
+    out, plan = planned(monkeypatch, capfd, tmp_path, *args)
+    model = load(GOLDEN / "granite", dtype="float32")
+    expected = plan_cache(
+        model.specs,
+        64 * 2**20,
+        dtype="float32",
+        engine=EngineConfig(),
+        weight_bytes=model.weight_bytes,
+        step_bytes=plan["step_bytes"],
+    )
+    assert plan == {"model": str(folder)} | json.loads(json.dumps(expected.figures()))
+    for what, much, _ in expected.rows():
+        assert any(what in line and much in line for line in out.splitlines())
+
+
+def test_a_plans_options_reach_it(monkeypatch, capfd, tmp_path):
+    args = ["--model", "tiny", "--memory", "500MB", "--max-running", "5", "--max-context", "100"]
+    args += ["--page-size", "32", "--state-dtype", "bfloat16", "--checkpoint-share", "0.25"]
+    _, plan = planned(monkeypatch, capfd, tmp_path, *args)
+    assert plan["memory_bytes"] == 500 * 10**6
+    assert (plan["engine"]["max_running"], plan["engine"]["max_context"]) == (5, 100)
+    assert (plan["cache"]["page_size"], plan["cache"]["state_dtype"]) == (32, "bfloat16")
+    assert plan["dtype"] == "float32"
+    checkpoints = plan["num_checkpoints"] * plan["ssm_slot_bytes"]
+    assert 0.24 < checkpoints / plan["pool_bytes"] < 0.25
+
+
+@pytest.mark.parametrize("key", ["mamba_ssm_dtype", "mamba_ssm_cache_dtype"])
+def test_a_plan_stores_states_as_the_config_asks(monkeypatch, capfd, tmp_path, key):
+    values = json.loads((GOLDEN / "qwen3_5" / "config.json").read_text())
+    values.pop("mamba_ssm_dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(values | {key: "bfloat16"}))
+    args = ["--model", str(tmp_path), "--memory", "64MiB"]
+    assert planned(monkeypatch, capfd, tmp_path, *args)[1]["cache"]["state_dtype"] == "bfloat16"
+    args += ["--state-dtype", "float32"]
+    assert planned(monkeypatch, capfd, tmp_path, *args)[1]["cache"]["state_dtype"] == "float32"
 
 
 def test_a_reader_that_leaves_early_is_no_error():

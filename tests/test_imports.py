@@ -23,7 +23,7 @@ ARROWS = {
     "device": {"kernels_pallas", "layout"},
     "spec": {"device", "kernels_pallas", "layout"},
     "models": {"device", "spec", "kernels_pallas"},
-    "budget": set(),
+    "budget": {"layout"},
     "cache": {"host", "device", "spec", "budget", "layout"},
     "engine": {"cache", "models", "spec", "host", "layout"},
     "serve": {"engine", "cache", "host"},

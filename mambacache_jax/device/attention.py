@@ -5,24 +5,11 @@ on a context length and no score matrix is larger than a tile. New K and V are i
 kernels for paged KV want pages of their own layout, and none of them takes token slots in any order.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from mambacache_jax.layout import CONTEXT_TILE, TABLE_BLOCK
-
-
-def tile_pages(page_size: int) -> int:
-    """Pages of one context tile."""
-    return max(1, CONTEXT_TILE // page_size)
-
-
-def context_pages(max_context: int, page_size: int) -> int:
-    """Entries of a request-table row: whole tiles and whole update runs that cover `max_context` tokens."""
-    unit = math.lcm(tile_pages(page_size), TABLE_BLOCK)
-    return -(-max_context // (unit * page_size)) * unit
+from mambacache_jax.layout import tile_pages
 
 
 def paged_attention(

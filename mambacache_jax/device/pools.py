@@ -6,10 +6,10 @@ from typing import NamedTuple
 import jax
 
 from mambacache_jax.config import AttentionSpec, CacheConfig, EngineConfig, LayerSpec, RecurrentSpec
-from mambacache_jax.device.attention import context_pages
 from mambacache_jax.device.kv_pool import KVPool, make_kv_pool
 from mambacache_jax.device.request_table import RequestTable, make_request_table
 from mambacache_jax.device.ssm_pool import SSMPool, make_ssm_pool
+from mambacache_jax.layout import context_pages
 
 
 class Pools(NamedTuple):

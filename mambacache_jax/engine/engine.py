@@ -48,7 +48,8 @@ class Engine:
           model: "tiny", a folder that its training script wrote, a checkpoint folder with config.json and
             safetensors, or a loaded model (engines of one model share programs; `models.load` also takes a
             dtype).
-          cache: sizes and rules of the cache; by default room for eight full contexts.
+          cache: sizes and rules of the cache; by default room for eight full contexts, with states stored as
+            the checkpoint asks (`budget.plan_cache` fills a number of bytes).
           config: batching; by default as `EngineConfig()`, with the context cut to the model's.
 
         Raises:
@@ -74,7 +75,9 @@ class Engine:
             )
         self.config = config
         cache = cache or CacheConfig(
-            num_kv_slots=8 * config.max_context, num_ssm_slots=4 * config.max_running + 64
+            num_kv_slots=8 * config.max_context,
+            num_ssm_slots=4 * config.max_running + 64,
+            state_dtype="float32" if config.deterministic else self.model.state_dtype,
         )
         self._buckets = make_buckets(config, cache.page_size)
         self._program = step_program(self.model, cache.page_size, config.deterministic, config.return_logits)

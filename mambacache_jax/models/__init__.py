@@ -3,6 +3,7 @@
 from mambacache_jax.models.chat import ChatTemplate as ChatTemplate
 from mambacache_jax.models.context import Context as Context
 from mambacache_jax.models.hub_tokenizer import HubTokenizer as HubTokenizer
+from mambacache_jax.models.load import abstract as abstract
 from mambacache_jax.models.load import load as load
 from mambacache_jax.models.model import Model as Model
 from mambacache_jax.models.plain import PlainContext as PlainContext

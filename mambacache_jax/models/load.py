@@ -1,6 +1,7 @@
 """Finds a model by name."""
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from flax import nnx
 
 from mambacache_jax.models import tiny
 from mambacache_jax.models.checkpoint import Checkpoint, Settings, load_params, read_config
-from mambacache_jax.models.families import FAMILIES
+from mambacache_jax.models.families import FAMILIES, Family
 from mambacache_jax.models.hub_tokenizer import FILE as TOKENIZER
 from mambacache_jax.models.hub_tokenizer import HubTokenizer
 from mambacache_jax.models.model import Model
@@ -38,15 +39,41 @@ def load(name_or_folder: str | Path, *, dtype: str | None = None, progress: bool
         return tiny.load()
     if (folder / tiny.WEIGHTS_FILE).is_file():
         return tiny.load(folder)
-    if (folder / CONFIG).is_file():
-        return _load_checkpoint(folder, dtype, progress)
-    raise ValueError(
-        f"No model {str(name_or_folder)!r}: supported are 'tiny', which is built in, a folder with a "
-        f"{tiny.WEIGHTS_FILE} of its training script, and a checkpoint folder with a {CONFIG}."
-    )
+    model, family, config = _read(folder, dtype)
+    with contextlib.ExitStack() as stack:
+        checkpoint = Checkpoint(folder, family.renames, stack)
+        params = load_params(
+            checkpoint, model.params, family.rules(config), ignored=family.ignored, progress=progress
+        )
+    tokenizer = HubTokenizer(folder) if (folder / TOKENIZER).is_file() else model.tokenizer
+    return dataclasses.replace(model, params=params, tokenizer=tokenizer)
 
 
-def _load_checkpoint(folder: Path, dtype: str | None, progress: bool) -> Model:
+def abstract(name_or_folder: str | Path, *, dtype: str | None = None) -> Model:
+    """A model without its weights, to plan memory and to compile for: a checkpoint's config.json is enough.
+
+    Args:
+      name_or_folder: as for `load`.
+      dtype: as for `load`.
+
+    Returns:
+      A model whose `params` are shapes and dtypes, without a checkpoint's tokenizer.
+
+    Raises:
+      ValueError: as for `load`, but for what is wrong with tensors.
+    """
+    if str(name_or_folder) == "tiny" or (Path(name_or_folder) / tiny.WEIGHTS_FILE).is_file():
+        return tiny.abstract()
+    return _read(Path(name_or_folder), dtype)[0]
+
+
+def _read(folder: Path, dtype: str | None) -> tuple[Model, Family, Any]:
+    """A checkpoint's model without weights and tokenizer, its family, and the family's config."""
+    if not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"No model {str(folder)!r}: supported are 'tiny', which is built in, a folder with a "
+            f"{tiny.WEIGHTS_FILE} of its training script, and a checkpoint folder with a {CONFIG}."
+        )
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if dtype not in ("float32", "bfloat16"):
@@ -60,24 +87,21 @@ def _load_checkpoint(folder: Path, dtype: str | None, progress: bool) -> Model:
         )
     config = family.parse(Settings(values, str(folder / CONFIG)))
     network = nnx.eval_shape(lambda: family.network(config, jnp.dtype(dtype), nnx.Rngs(0)))
-    graphdef, like = nnx.split(network)
-    with contextlib.ExitStack() as stack:
-        checkpoint = Checkpoint(folder, family.renames, stack)
-        params = load_params(
-            checkpoint, like, family.rules(config), ignored=family.ignored, progress=progress
-        )
-    return Model(
+    graphdef, params = nnx.split(network)
+    model = Model(
         name=str(folder),
         specs=network.specs,
         vocab_size=config.ends.vocab_size,
         max_context=config.ends.max_context,
         eos_token_ids=_end_tokens(folder, values),
-        tokenizer=HubTokenizer(folder) if (folder / TOKENIZER).is_file() else NoTokenizer(str(folder)),
+        tokenizer=NoTokenizer(str(folder)),
         dtype=dtype,
         params=params,
         graphdef=graphdef,
         mtp_layer=network.mtp_layer,
+        state_dtype=config.ends.state_dtype,
     )
+    return model, family, config
 
 
 def _end_tokens(folder: Path, values: dict[str, Any]) -> tuple[int, ...]:

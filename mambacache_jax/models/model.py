@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from mambacache_jax.config import LayerSpec
+from mambacache_jax.config import LayerSpec, StateDtype
 from mambacache_jax.models.context import Context
 from mambacache_jax.models.layers import Attend
 from mambacache_jax.models.tokenizer import Tokenizer
@@ -28,9 +28,10 @@ class Model:
       eos_token_ids: tokens that end an answer.
       tokenizer: text to ids and back.
       dtype: of activations, conv windows, and K and V.
-      params: the parameters, a tree of arrays.
+      params: the parameters, a tree of arrays; of an abstract model, of their shapes and dtypes.
       graphdef: the module without its parameters.
       mtp_layer: index in `specs` of the attention layer whose K and V `mtp_step` reads; None: no such head.
+      state_dtype: how the checkpoint asks for recurrent states to be stored.
     """
 
     name: str
@@ -43,11 +44,22 @@ class Model:
     params: Any
     graphdef: Any
     mtp_layer: int | None = None
+    state_dtype: StateDtype = "float32"
 
     @property
     def num_params(self) -> int:
         """Parameters, those of the multi-token-prediction head included."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
+
+    @property
+    def widest(self) -> int:
+        """The most channels that one layer makes of a token, those of all its experts together."""
+        return nnx.merge(self.graphdef, self.params).widest
 
     def hidden(self, params: Any, tokens: Int32[Array, " token"], ctx: Context) -> Float[Array, "token size"]:
         """Runs all layers and the last norm on flat tokens; states are behind `ctx`."""

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from mambacache_jax.config import LayerSpec
 from mambacache_jax.models.context import Context
-from mambacache_jax.models.layers import Attend, Block, Embedding, Linear, MTPBlock, RMSNorm
+from mambacache_jax.models.layers import Attend, Block, Embedding, Linear, MoE, MTPBlock, RMSNorm
 
 
 class HybridLM(nnx.Module):
@@ -50,6 +50,18 @@ class HybridLM(nnx.Module):
         self.embedding_multiplier, self.logits_multiplier = embedding_multiplier, logits_multiplier
         self.specs: tuple[LayerSpec, ...] = tuple(spec for block in layers for spec in block.specs)
         self.mtp_layer = mtp_layer
+
+    @property
+    def widest(self) -> int:
+        """The most channels that one layer makes of a token, those of all its experts together."""
+        widths = [0]
+        for layer in self.layers:
+            for _, module in nnx.iter_modules(layer):
+                if isinstance(module, Linear):
+                    widths.append(module.weight.shape[1])
+                elif isinstance(module, MoE):
+                    widths.append(module.router.num_chosen * max(module.first.shape[1:]))
+        return max(widths)
 
     def hidden(self, tokens: Int32[Array, " token"], ctx: Context) -> Float[Array, "token size"]:
         """See `Model.hidden`."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mambacache_jax.device import attention
-from mambacache_jax.layout import TABLE_BLOCK
+from mambacache_jax.layout import TABLE_BLOCK, context_pages, tile_pages
 
 
 def plain(q, k, v, positions, scale):
@@ -23,7 +23,7 @@ def plain(q, k, v, positions, scale):
 
 def scattered(rng, lengths, page_size, kv_heads, head_dim, v_dim, max_context):
     """Pools that hold NaN wherever no token lies, each request's tokens on pages in random order."""
-    pages = attention.context_pages(max_context, page_size)
+    pages = context_pages(max_context, page_size)
     counts = [-(-n // page_size) for n in lengths]
     order = rng.permutation(np.arange(1, sum(counts) + 3))
     slots = (sum(counts) + 3) * page_size
@@ -113,9 +113,9 @@ def test_values_in_keys_are_their_first_channels():
 @pytest.mark.parametrize("page_size", [1, 4, 48, 64, 512])
 @pytest.mark.parametrize("max_context", [1, 256, 257, 5000])
 def test_context_pages_cover_the_context_in_whole_tiles_and_update_runs(max_context, page_size):
-    pages = attention.context_pages(max_context, page_size)
+    pages = context_pages(max_context, page_size)
     assert pages * page_size >= max_context
-    assert pages % attention.tile_pages(page_size) == pages % TABLE_BLOCK == 0
+    assert pages % tile_pages(page_size) == pages % TABLE_BLOCK == 0
 
 
 def test_heads_that_do_not_divide_are_refused():

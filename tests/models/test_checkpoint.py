@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from mambacache_jax.models import PlainContext, load, weights
+from mambacache_jax import Engine, EngineConfig
+from mambacache_jax.models import PlainContext, abstract, load, weights
 from mambacache_jax.models.families import FAMILIES
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -150,6 +151,46 @@ def test_bfloat16_keeps_decays_and_routers_in_float32_and_logits_near():
     # A router may choose another expert of nearly equal score, so single rows may be further off.
     error = np.asarray(logits) - arrays["logits_0"]
     assert np.sqrt((error**2).mean()) < 0.1 * arrays["logits_0"].std()
+
+
+def test_an_abstract_model_is_the_loaded_one_without_weights():
+    for name in ("qwen3_5_moe", "tiny"):
+        whole, outline = (make(name if name == "tiny" else GOLDEN / name) for make in (load, abstract))
+        chex.assert_trees_all_equal_shapes_and_dtypes(outline.params, whole.params)
+        assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(outline.params))
+        for field in (
+            "specs",
+            "vocab_size",
+            "max_context",
+            "eos_token_ids",
+            "dtype",
+            "widest",
+            "weight_bytes",
+        ):
+            assert getattr(outline, field) == getattr(whole, field)
+
+
+def test_a_layer_is_as_wide_as_its_widest_map_or_all_experts_of_a_token(copy):
+    assert abstract(GOLDEN / "granite").widest == 296  # of the Mamba-2 layers' first map
+    folder = copy("qwen3_next", {"num_experts_per_tok": 2})
+    assert abstract(folder).widest == 320  # queries, gates, keys and values of attention
+    folder = copy("qwen3_5_moe", {"num_experts_per_tok": 5, "moe_intermediate_size": 100})
+    assert abstract(folder).widest == 5 * 200
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("qwen3_5", "mamba_ssm_dtype"), ("nemotron_h", "mamba_ssm_cache_dtype")]
+)
+def test_states_are_stored_as_the_config_asks(copy, name, key):
+    """Float32 where it does not say; deterministic mode keeps float32."""
+    assert abstract(GOLDEN / "granite").state_dtype == "float32"
+    model = load(copy(name, {key: "bfloat16"}))
+    assert model.state_dtype == "bfloat16"
+    engine = Engine(model, config=EngineConfig(max_running=1, max_context=64))
+    assert engine.cache.config.state_dtype == "bfloat16"
+    assert {leaf.dtype.name for leaf in engine.cache.pools.ssm.state} == {"bfloat16"}
+    engine = Engine(model, config=EngineConfig(max_running=1, max_context=64, deterministic=True))
+    assert engine.cache.config.state_dtype == "float32"
 
 
 def test_reading_holds_one_parameter_beside_those_on_the_device():

@@ -1,11 +1,12 @@
 """What a family of checkpoints says about itself, and what families share in reading a config."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args
 
 import jax.numpy as jnp
 from flax import nnx
 
+from mambacache_jax.config import StateDtype
 from mambacache_jax.models.checkpoint.rules import Rules
 from mambacache_jax.models.checkpoint.settings import Settings
 from mambacache_jax.models.layers import Embedding, Linear, RMSNorm
@@ -33,7 +34,7 @@ class Family(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The two ends of a network: the sizes of the embedding, the last norm and the head.
+    """The two ends of a network, embedding, last norm and head, and what else a config says of the whole.
 
     Attributes:
       vocab_size: rows of the embedding and of the head.
@@ -41,6 +42,7 @@ class Ends(NamedTuple):
       eps: of the norms.
       tied: the head is the embedding's table.
       max_context: most tokens of a sequence.
+      state_dtype: how recurrent states are to be stored.
       unit_offset: norms multiply by `1 + weight`.
     """
 
@@ -49,6 +51,7 @@ class Ends(NamedTuple):
     eps: float
     tied: bool
     max_context: int
+    state_dtype: StateDtype
     unit_offset: bool = False
 
     def modules(self, dtype: Dtype, rngs: nnx.Rngs) -> tuple[Embedding, RMSNorm, Linear | None]:
@@ -69,8 +72,18 @@ def take_ends(
         eps=s.take(eps, kind=float),
         tied=s.take("tie_word_embeddings", kind=bool, default=tied),
         max_context=s.take("max_position_embeddings", "model_max_length", kind=int),
+        state_dtype=_take_state_dtype(s),
         unit_offset=unit_offset,
     )
+
+
+def _take_state_dtype(s: Settings) -> StateDtype:
+    """The dtype of recurrent states, under Qwen3.5's key or Nemotron-H's; float32 where neither is there."""
+    found = s.take("mamba_ssm_dtype", "mamba_ssm_cache_dtype", kind=str, default="float32")
+    if found not in get_args(StateDtype):
+        supported = " or ".join(map(repr, get_args(StateDtype)))
+        raise ValueError(f"{s.where}: recurrent states in {found!r}; supported is {supported}.")
+    return cast(StateDtype, found)
 
 
 class Heads(NamedTuple):

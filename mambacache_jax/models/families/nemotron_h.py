@@ -60,7 +60,7 @@ def parse(s: Settings) -> Config:
     s.expect("time_step_limit", [0.0, float("inf")])
     s.pass_over("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "chunk_size", "expand")
     s.pass_over("rms_norm_eps", "norm_eps", "rope_theta", "partial_rotary_factor")  # there are no positions
-    s.pass_over("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mamba_proj_bias")
+    s.pass_over("moe_shared_expert_overlap", "mamba_proj_bias")
     s.pass_over("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern")
     bias = s.take("use_bias", kind=bool, default=False)
     size = s.take("moe_shared_expert_intermediate_size", kind=int, default=0)

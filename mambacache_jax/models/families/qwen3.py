@@ -86,7 +86,6 @@ def parse(s: Settings, name: Name) -> Config:
     s.expect("hidden_act", "silu")
     s.expect("attn_output_gate", True)
     s.expect("use_sliding_window", False)
-    s.expect("mamba_ssm_dtype", "float32")
     s.pass_over("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     config = Config(
         name=name,

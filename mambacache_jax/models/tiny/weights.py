@@ -1,5 +1,6 @@
 """The weights that come with the package, and the record of their training."""
 
+import dataclasses
 import importlib.resources
 import json
 from pathlib import Path
@@ -20,13 +21,19 @@ WEIGHTS_FILE = "tiny.safetensors"
 
 def load(folder: Path | None = None) -> Model:
     """The trained model: the package's own weights, or those that a training run wrote to `folder`."""
-    network = nnx.eval_shape(lambda: TinyLM(TinyConfig(), nnx.Rngs(0)))
-    graphdef, like = nnx.split(network)
+    model = abstract()
     if folder is not None:
-        return as_model(network, weights.load(folder / WEIGHTS_FILE, like), graphdef)
+        return dataclasses.replace(model, params=weights.load(folder / WEIGHTS_FILE, model.params))
     source = importlib.resources.files("mambacache_jax.models.tiny") / WEIGHTS_FILE
     with importlib.resources.as_file(source) as path:
-        return as_model(network, weights.load(path, like), graphdef)
+        return dataclasses.replace(model, params=weights.load(path, model.params))
+
+
+def abstract() -> Model:
+    """The model without weights: `params` holds shapes and dtypes."""
+    network = nnx.eval_shape(lambda: TinyLM(TinyConfig(), nnx.Rngs(0)))
+    graphdef, like = nnx.split(network)
+    return as_model(network, like, graphdef)
 
 
 def as_model(network: TinyLM, params: Any, graphdef: Any) -> Model:
