@@ -180,7 +180,11 @@ def plan(
         engine=engine,
         weight_bytes=described.weight_bytes,
         step_bytes=estimate_step_bytes(
-            described.specs, engine, vocab_size=described.vocab_size, widest=described.widest
+            described.specs,
+            engine,
+            dtype=described.dtype,
+            vocab_size=described.vocab_size,
+            widest=described.widest,
         ),
         page_size=page_size,
         state_dtype=state_dtype or described.state_dtype,

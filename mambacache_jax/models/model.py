@@ -58,7 +58,7 @@ class Model:
 
     @property
     def widest(self) -> int:
-        """The most channels that one layer makes of a token, those of all its experts together."""
+        """The most channels that a layer makes of a token: those of a map, or into and inside its experts."""
         return nnx.merge(self.graphdef, self.params).widest
 
     def hidden(self, params: Any, tokens: Int32[Array, " token"], ctx: Context) -> Float[Array, "token size"]:

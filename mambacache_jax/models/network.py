@@ -53,14 +53,14 @@ class HybridLM(nnx.Module):
 
     @property
     def widest(self) -> int:
-        """The most channels that one layer makes of a token, those of all its experts together."""
+        """The most channels that a layer makes of a token: those of a map, or into and inside its experts."""
         widths = [0]
         for layer in self.layers:
             for _, module in nnx.iter_modules(layer):
                 if isinstance(module, Linear):
                     widths.append(module.weight.shape[1])
                 elif isinstance(module, MoE):
-                    widths.append(module.router.num_chosen * max(module.first.shape[1:]))
+                    widths.append(module.router.num_chosen * sum(module.first.shape[1:]))
         return max(widths)
 
     def hidden(self, tokens: Int32[Array, " token"], ctx: Context) -> Float[Array, "token size"]:

@@ -170,12 +170,12 @@ def test_an_abstract_model_is_the_loaded_one_without_weights():
             assert getattr(outline, field) == getattr(whole, field)
 
 
-def test_a_layer_is_as_wide_as_its_widest_map_or_all_experts_of_a_token(copy):
+def test_a_layer_is_as_wide_as_its_widest_map_or_the_experts_of_a_token(copy):
     assert abstract(GOLDEN / "granite").widest == 296  # of the Mamba-2 layers' first map
     folder = copy("qwen3_next", {"num_experts_per_tok": 2})
     assert abstract(folder).widest == 320  # queries, gates, keys and values of attention
     folder = copy("qwen3_5_moe", {"num_experts_per_tok": 5, "moe_intermediate_size": 100})
-    assert abstract(folder).widest == 5 * 200
+    assert abstract(folder).widest == 5 * (48 + 200)
 
 
 @pytest.mark.parametrize(
