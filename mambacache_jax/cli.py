@@ -163,6 +163,7 @@ def plan(
 ) -> None:
     """What fits in a device's memory: slots, checkpoints, conversations. Reads no weights."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from mambacache_jax.models import abstract
@@ -190,7 +191,7 @@ def plan(
         state_dtype=state_dtype or described.state_dtype,
         checkpoint_share=checkpoint_share,
     )
-    table = Table(title=f"{model} in {show_bytes(memory)}", title_justify="left", show_header=False)
+    table = Table(title=f"{escape(model)} in {show_bytes(memory)}", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
