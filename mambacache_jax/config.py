@@ -50,6 +50,11 @@ class RecurrentSpec:
     conv_channels: int
     conv_width: int
 
+    @property
+    def num_key_heads(self) -> int:
+        """Heads of q and k (Mamba-2: groups of B and C): the conv runs over both and over v."""
+        return (self.conv_channels - self.num_heads * self.head_dim) // (2 * self.state_dim)
+
 
 LayerSpec = AttentionSpec | RecurrentSpec
 

@@ -11,7 +11,10 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 from jaxtyping import install_import_hook
 
-install_import_hook(["kernels_pallas", "mambacache_jax.device", "mambacache_jax.models"], "beartype.beartype")
+install_import_hook(
+    ["kernels_pallas", "mambacache_jax.device", "mambacache_jax.models", "mambacache_jax.spec"],
+    "beartype.beartype",
+)
 
 import jax
 

@@ -41,6 +41,33 @@ def paged_attention(
     Returns:
       The weighted values, zero for padding blocks, in `q`'s dtype. Scores and sums are float32.
     """
+    _, total, out = context_sums(
+        q, k_pool, v_pool, pages, positions, length, scale=scale, page_size=page_size
+    )
+    return weighted(total, out, q)
+
+
+def context_sums(
+    q: Float[Array, "block query q_head head_dim"],
+    k_pool: Float[Array, "slot kv_head head_dim"],
+    v_pool: Float[Array, "slot kv_head v_head_dim"],
+    pages: Int32[Array, "block page"],
+    positions: Int32[Array, "block query"],
+    length: Int32[Array, " block"],
+    *,
+    scale: float,
+    page_size: int,
+) -> tuple[
+    Float[Array, "block kv_head row"],
+    Float[Array, "block kv_head row"],
+    Float[Array, "block kv_head row v_head_dim"],
+]:
+    """The running softmax of `paged_attention`: arguments as there.
+
+    Returns:
+      Largest score (-inf without a key), sum of the weights and weighted values, relative to that score.
+      A row is a query head of the KV head's group and a query: `row = head * query_count + query`.
+    """
     blocks, queries, q_heads, head_dim = q.shape
     kv_heads = k_pool.shape[1]
     v_dim = v_pool.shape[2] if values_in_keys is None else values_in_keys
@@ -91,7 +118,17 @@ def paged_attention(
         jnp.zeros((*shape, v_dim), jnp.float32),
     )
     tiles = -(-jnp.max(length, initial=0) // tile)
-    _, total, out = jax.lax.fori_loop(0, tiles, fold, start)
+    return jax.lax.fori_loop(0, tiles, fold, start)
+
+
+def weighted(
+    total: Float[Array, "block kv_head row"],
+    out: Float[Array, "block kv_head row v_head_dim"],
+    q: Float[Array, "block query q_head head_dim"],
+) -> Float[Array, "block query q_head v_head_dim"]:
+    """Sums as `context_sums` gives them, as outputs in the shape and dtype of the queries."""
+    blocks, queries, q_heads, _ = q.shape
+    kv_heads, v_dim = out.shape[1], out.shape[3]
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
-    out = out.reshape(blocks, kv_heads, group, queries, v_dim).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(blocks, kv_heads, q_heads // kv_heads, queries, v_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(blocks, queries, q_heads, v_dim).astype(q.dtype)
