@@ -7,12 +7,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mambacache_jax.config import AttentionSpec, CacheConfig, EngineConfig, RecurrentSpec
+from mambacache_jax.config import CacheConfig, EngineConfig, RecurrentSpec
 from mambacache_jax.device import make_pools
 from mambacache_jax.engine.sampler import sample
-from mambacache_jax.host.plan import ExtendRow, TableUpdate, build_plan, pack_sampling
-from mambacache_jax.layout import TABLE_BLOCK, PlanShape
-from mambacache_jax.models.step import advance
+from mambacache_jax.host.plan import pack_sampling
 from mambacache_jax.models.tiny.network import TinyConfig, TinyLM
 from mambacache_jax.models.tiny.weights import as_model
 from mambacache_jax.models.verify import verify
@@ -20,7 +18,7 @@ from mambacache_jax.spec import DraftTree, choose, cut, walk
 from mambacache_jax.spec.replay import ReplayPlan, fold, make_pending, shorten
 
 ROWS, NODES, DEPTH, PAGE, INTERVAL = 3, 8, 4, 4, 8
-PROMPTS = ([11, 7, 200, 3, 3, 90], [5, 6, 7, 8, 9, 10, 11, 12, 13], [40])
+START = (6, 9, 0)
 WORKING, TRACK = (1, 2, 3), (4, 5, 6)
 MODES = ("snapshot", "one_layer", "replay_exact", "replay_parallel")
 
@@ -51,47 +49,31 @@ def recurrent_specs():
     return [spec for spec in small_model().specs if isinstance(spec, RecurrentSpec)]
 
 
-def attention_specs():
-    return [spec for spec in small_model().specs if isinstance(spec, AttentionSpec)]
-
-
 @functools.cache
-def prefilled():
-    """Host pools with a prompt in each row, its first token sampled, and NaN where nobody reads; hiddens."""
-    model = small_model()
+def start():
+    """Host pools in mid-decoding: random states, windows, K and V, and NaN where nobody reads.
+
+    Row 2 is fresh: its first round reads the null slot.
+    """
+    model, rng = small_model(), np.random.default_rng(0)
     cache = CacheConfig(num_kv_slots=3 * 64 * PAGE, num_ssm_slots=8, page_size=PAGE, track_interval=INTERVAL)
     pools = make_pools(model.specs, cache, EngineConfig(max_running=ROWS, max_context=64), model.dtype)
-    pools = jax.tree.map(np.asarray, pools)
-
-    def poison(leaf, end):
-        return np.concatenate([np.full_like(leaf[:end], np.nan), leaf[end:]])
-
-    pools = pools._replace(
-        kv=jax.tree.map(lambda leaf: poison(leaf, PAGE), pools.kv),
-        ssm=pools.ssm._replace(
-            conv=tuple(poison(leaf, 1) for leaf in pools.ssm.conv),
-            state=tuple(poison(leaf, 1) for leaf in pools.ssm.state),
-        ),
-    )
-    rows = [
-        ExtendRow(r + 1, 0, np.array(prompt, np.int32), 0, WORKING[r], (), True, pack_sampling(0, 1, 0, 0, 0))
-        for r, prompt in enumerate(PROMPTS)
-    ]
+    pools = jax.tree.map(np.array, pools)
     # Pages of a row lie scattered: page `i` of row `r` is `1 + r + 3 i`.
-    updates = [TableUpdate(r + 1, 0, (1 + r + 3 * np.arange(TABLE_BLOCK)).astype(np.int32)) for r in range(3)]
-    shape = PlanShape(decode_rows=0, blocks=3, block_tokens=16, extend_rows=3, updates=3)
-    plan = build_plan((), rows, updates, shape)
-
-    @jax.jit
-    def prefill(params, pools, plan):
-        fields = shape.unpack(plan)
-        pools, hidden = advance(model, params, pools, fields, PAGE)
-        return pools, hidden[fields["last"]], model.logits(params, hidden[fields["last"]])
-
-    pools, hidden, logits = jax.device_get(prefill(model.params, pools, plan))
-    last = pools.table.last_token.copy()
-    last[1:] = logits.argmax(axis=1)
-    return pools._replace(table=pools.table._replace(last_token=last)), hidden
+    pages = 1 + np.arange(ROWS)[:, None] + 3 * np.arange(pools.table.pages.shape[1])[None, :]
+    pools.table.pages[1:] = np.where(pages <= cache.num_kv_slots // PAGE, pages, 0)
+    pools.table.last_token[1:] = 90, 13, 40
+    for leaf in (*pools.kv.k, *pools.kv.v, *pools.ssm.conv, *pools.ssm.state):
+        leaf[...] = np.nan
+    for r, length in enumerate(START):
+        at = np.arange(length)
+        slots = pools.table.pages[r + 1][at // PAGE] * PAGE + at % PAGE
+        for leaf in (*pools.kv.k, *pools.kv.v):
+            leaf[slots] = rng.standard_normal((length, *leaf.shape[1:]))
+        for leaf in (*pools.ssm.conv, *pools.ssm.state) if length else ():
+            leaf[WORKING[r]] = 0.5 * rng.standard_normal(leaf.shape[1:])
+        pools.ssm.position[WORKING[r]] = length
+    return pools
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "interval"), donate_argnames=("pools", "pending"))
@@ -120,6 +102,9 @@ def fold_program(pools, pending, plan, *, interval):
     return fold(recurrent_specs(), pools, pending, plan, interval)
 
 
+shorten_program = jax.jit(shorten, donate_argnames="pending")
+
+
 @dataclasses.dataclass
 class Run:
     """Requests that decode side by side.
@@ -127,8 +112,12 @@ class Run:
     Attributes:
       mode: state mode of each round.
       temperature: of all rows.
+      stops: tokens that end a text.
+      limit: tokens of a text.
+      program: of a round.
       texts: tokens of each row so far, from the first sampled one on.
-      track: whether states are exported at track points.
+      stopped: rows whose text has ended.
+      accepted: nodes accepted, by round and row.
     """
 
     mode: str = "replay_exact"
@@ -138,7 +127,7 @@ class Run:
     program: object = round_program
 
     def __post_init__(self):
-        pools, _ = prefilled()
+        pools = start()
         self.pools = jax.device_put(pools)
         self.pending = make_pending(recurrent_specs(), ROWS + 1, DEPTH, "float32")
         self.texts = [[int(t)] for t in pools.table.last_token[1:]]
@@ -147,13 +136,14 @@ class Run:
         self.sampling = np.stack([pack_sampling(self.temperature, 1.0, 0.0, 0, r) for r in range(ROWS)])
 
     def kv_len(self, r):
-        return len(PROMPTS[r]) + len(self.texts[r]) - 1
+        return START[r] + len(self.texts[r]) - 1
 
     def plan(self, live):
         def column(values):
             return np.array([value if on else 0 for value, on in zip(values, live, strict=True)], np.int32)
 
-        return ReplayPlan(column(range(1, ROWS + 1)), column(WORKING), column(WORKING), column(TRACK))
+        read = [slot if self.kv_len(r) else 0 for r, slot in enumerate(WORKING)]
+        return ReplayPlan(column(range(1, ROWS + 1)), column(read), column(WORKING), column(TRACK))
 
     def round(self, drafts=None, live=(True,) * ROWS, order=None, mode=None):
         """One round. `drafts[r]` is `(tokens, parent)` without the bonus token; None decodes plainly."""
@@ -182,18 +172,18 @@ class Run:
             self.texts[r] += runs.tokens[at, : runs.length[at]].tolist()
             self.stopped[r] |= bool(runs.stopped[at])
         self.accepted.append([int(runs.length[list(order).index(r)]) for r in range(ROWS)])
-        assert [int(n) for n in np.asarray(out.kv_len)] == [
-            self.kv_len(r) if node_len[r] else 0 for r in order
-        ]
+        assert np.asarray(out.kv_len).tolist() == [self.kv_len(r) if live[r] else 0 for r in order]
         return out
 
     def fold(self, live=(True,) * ROWS):
         self.pools, self.pending = fold_program(self.pools, self.pending, self.plan(live), interval=INTERVAL)
         assert not np.asarray(self.pending.length)[1:][list(live)].any()
 
-    def drop(self, r):
-        """Forgets what a row has pending."""
-        self.pending = shorten(self.pending, np.array([r + 1], np.int32), np.array([0], np.int32))
+    def shorten(self, lengths):
+        """Keeps so many pending tokens of each row at most."""
+        self.pending = shorten_program(
+            self.pending, np.arange(1, ROWS + 1, dtype=np.int32), np.array(lengths, np.int32)
+        )
 
     def decode_to(self, lengths):
         """Plain decoding of each row until its text has so many tokens."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from .rounds import INTERVAL, KINDS, MODES, PROMPTS, ROWS, TRACK, Run, plain_texts, speculate
+from .rounds import INTERVAL, KINDS, MODES, ROWS, START, TRACK, Run, plain_texts, speculate
 
 
 def assert_same_bits(got, want):
@@ -62,10 +62,10 @@ def test_a_track_point_inside_a_run_is_exported_at_its_place_on_the_path(mode):
         stamps = np.asarray(run.pools.ssm.position)
         for r in range(ROWS):
             point = run.kv_len(r) // INTERVAL * INTERVAL
-            assert stamps[TRACK[r]] == (point if point > len(PROMPTS[r]) else 0)
+            assert stamps[TRACK[r]] == (point if point > START[r] else 0)
         if done > before:
             seen.add(done - before)
-            plain = Run(mode=mode).decode_to([done - len(PROMPTS[0]) + 1, 1, 1])
+            plain = Run(mode=mode).decode_to([done - START[0] + 1, 1, 1])
             plain.fold()
             got, want = run.state(TRACK[:1])[0], plain.state((1,))[0]
             if mode == "replay_parallel":
