@@ -86,7 +86,7 @@ def static_tree(branching: Sequence[int]) -> np.ndarray:
     return np.array(parent, np.int32)
 
 
-def prefix_tree(runs: Sequence[Sequence[int]], max_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+def prefix_tree(runs: Sequence[Sequence[int] | np.ndarray], max_nodes: int) -> tuple[np.ndarray, np.ndarray]:
     """Runs of tokens as candidates that share their common beginnings; no two siblings are equal.
 
     Args:
