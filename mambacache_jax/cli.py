@@ -117,8 +117,14 @@ def generate(
 
 
 @cli.command()
-@click.option("--model", required=True, help="`tiny`, or a checkpoint folder; its config.json is enough.")
-@click.option("--memory", type=_Bytes(), required=True, help="Of one device, such as 80GiB or 500MB.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    help="`tiny`, or a checkpoint folder; its config.json is enough. With --spec also a name that it shows, "
+    "and several.",
+)
+@click.option("--memory", type=_Bytes(), help="Of one device, such as 80GiB or 500MB.")
 @click.option(
     "--max-running", type=int, default=EngineConfig.max_running, show_default=True, help="Requests at once."
 )
@@ -150,9 +156,23 @@ def generate(
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the plan here."
 )
+@click.option("--spec", is_flag=True, help="Plan the states of speculative decoding instead.")
+@click.option("--rows", type=click.IntRange(min=1), default=32, show_default=True, help="--spec: requests.")
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(4, 8, 16, 64),
+    show_default=True,
+    help="--spec: nodes of a draft tree, the bonus token included; may be given several times.",
+)
+@click.option(
+    "--depth", type=click.IntRange(min=1), default=4, show_default=True, help="--spec: nodes of a path."
+)
+@click.option("--device", default="h100", show_default=True, help="--spec: whose figures decide.")
 def plan(
-    model: str,
-    memory: int,
+    models: tuple[str, ...],
+    memory: int | None,
     max_running: int,
     max_context: int | None,
     page_size: int,
@@ -160,8 +180,22 @@ def plan(
     state_dtype: StateDtype | None,
     checkpoint_share: float,
     json_file: Path | None,
+    spec: bool,
+    rows: int,
+    nodes: tuple[int, ...],
+    depth: int,
+    device: str,
 ) -> None:
-    """What fits in a device's memory: slots, checkpoints, conversations. Reads no weights."""
+    """What fits in a device's memory: slots, checkpoints, conversations. Reads no weights.
+
+    With --spec: what speculative decoding holds and moves by state mode, and which mode is chosen and why.
+    """
+    if spec:
+        _plan_spec(models, rows, nodes, depth, device)
+        return
+    if len(models) != 1 or memory is None:
+        raise click.UsageError("Give one --model and --memory, or --spec.")
+    (model,) = models
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -200,6 +234,17 @@ def plan(
     Console().print(table)
     if json_file is not None:
         _write_json(json_file, {"model": model} | planned.figures())
+
+
+def _plan_spec(models: tuple[str, ...], rows: int, nodes: tuple[int, ...], depth: int, device: str) -> None:
+    from mambacache_jax.models import abstract
+    from mambacache_jax.spec.report import report
+    from mambacache_jax.spec.shapes import MODELS
+
+    chosen = {
+        name: MODELS[name] if name in MODELS else abstract(name).specs for name in models or tuple(MODELS)
+    }
+    click.echo(report(chosen, rows=rows, nodes=nodes, depth=depth, device=device))
 
 
 @cli.group()

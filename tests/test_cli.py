@@ -40,6 +40,15 @@ def test_help_and_version_succeed(monkeypatch, capfd, args):
     assert "mambacache" in out
 
 
+def test_a_plan_names_the_mode_that_it_chose_for_each_model_and_size(monkeypatch, capfd):
+    args = ["plan", "--spec", "--nodes", "4", "--nodes", "64", "--model", "tiny", "--model", "qwen3-next-80b"]
+    code, out, err = run(monkeypatch, capfd, *args)
+    assert (code, err) == (0, "")
+    assert out.count("x decode") == 2 * 2 * 4
+    assert "qwen3-next-80b, 32 rows, 64 nodes, h100\nreplay_parallel: 64 nodes > 8" in out
+    assert "snapshots of all layers, kept         60.08 GiB" in out
+
+
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; sys.argv = ['mambacache', '--help']\n"
@@ -61,6 +70,8 @@ def test_help_imports_nothing_heavy():
         (["generate", "--prompt", ""], "prompt"),
         (["generate", "--prompt", "x", "--model", "/no/such/model"], "/no/such/model"),
         (["demo", "--concurrency", "0"], "--concurrency"),
+        (["plan"], "--spec"),
+        (["plan", "--spec", "--device", "abacus"], "No figures for 'abacus'"),
         (["nonsense"], "nonsense"),
         (["plan", "--model", "tiny"], "'--memory'"),
         (["plan", "--model", "tiny", "--memory", "80 apples"], "such as 80GiB or 500MB; got '80 apples'"),
