@@ -122,17 +122,15 @@ def estimate_step_bytes(
       vocab_size: channels of the logits.
       widest: the most channels that a layer makes of one token (`Model.widest`).
     """
-    blocks = engine.token_budget // engine.block_tokens + engine.max_running
+    tokens, whole = engine.token_budget + engine.max_running, 0
     if engine.deterministic:
-        # One block at a time, and the logits of every token.
-        tokens, sampled = engine.block_tokens, blocks * engine.block_tokens
-    else:
-        tokens = engine.token_budget + engine.max_running
-        sampled = engine.max_running + engine.max_extend_rows
+        # One block at a time, and the logits of every token of all blocks.
+        tokens, whole = engine.block_tokens, engine.token_budget + engine.max_running * engine.block_tokens
+    logits = (whole + 3 * (engine.max_running + engine.max_extend_rows)) * vocab_size
     states = engine.max_running + engine.max_extend_rows * (2 + MAX_EXPORTS)
     largest = max(s.num_heads * s.state_dim * s.head_dim for s in specs if isinstance(s, RecurrentSpec))
     channels = 5 * tokens * widest * _ITEM_BYTES[dtype]
-    return channels + _ITEM_BYTES["float32"] * (3 * sampled * vocab_size + 2 * states * largest)
+    return channels + _ITEM_BYTES["float32"] * (logits + 2 * states * largest)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,6 +112,16 @@ def test_a_compiled_step_takes_the_memory_that_a_plan_counts(tmp_path):
     assert 0.5 < memory.temp_size_in_bytes / plan.step_bytes < 2
 
 
+def test_a_steps_estimate_is_its_logits_channels_and_states():
+    """By hand, for 4 running requests, 512 + 4 tokens, 4 rows that extend and 2 exports for each."""
+    sizes = {"dtype": "bfloat16", "vocab_size": 1000, "widest": 100}
+    states = 2 * (4 + 4 * 4) * 64 * 4
+    assert budget.estimate_step_bytes(SPECS, ENGINE, **sizes) == 3 * 8 * 4000 + 5 * 516 * 200 + states
+    block_by_block = dataclasses.replace(ENGINE, deterministic=True)
+    logits = (512 + 4 * 64 + 3 * 8) * 4000
+    assert budget.estimate_step_bytes(SPECS, block_by_block, **sizes) == logits + 5 * 64 * 200 + states
+
+
 @pytest.mark.parametrize(
     ("specs", "tokens"), [(QWEN3_NEXT, 3144), (NEMOTRON_H_8B, 6234), (KIMI_LINEAR, 5384)]
 )
