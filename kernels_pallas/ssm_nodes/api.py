@@ -90,8 +90,9 @@ def ssm_nodes(
       min_log_decay: for "kda", a bound below `log_decay` that the model guarantees. With
         `depth * -min_log_decay <= 80` the masked forms then factor the decays, which is cheaper than the
         pairwise form; outputs are undefined where it does not hold.
-      implementation: "xla" (any platform), "triton" (GPUs), "tpu", or "reference" (the definition, every
-        state kept); by default the platform's order. A named one never falls back.
+      implementation: "xla" (any platform), "triton" (NVIDIA GPUs), "tpu" (both interpreted on a CPU), or
+        "reference" (the definition, every state kept); by default the platform's order. A named one never
+        falls back.
 
     Returns:
       The pool; the outputs of the pending tokens, 0 behind `pending_len`, or None without `pending.q`; the
