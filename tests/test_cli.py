@@ -73,7 +73,7 @@ def test_help_imports_nothing_heavy():
         (["plan"], "--spec"),
         (["plan", "--spec", "--device", "abacus"], "No figures for 'abacus'"),
         (["nonsense"], "nonsense"),
-        (["plan", "--model", "tiny"], "'--memory'"),
+        (["plan", "--model", "tiny"], "Give one --model and --memory, or --spec"),
         (["plan", "--model", "tiny", "--memory", "80 apples"], "such as 80GiB or 500MB; got '80 apples'"),
         (["plan", "--model", "tiny", "--memory", "1MB"], "too little. Needed are: weights 5.97 MiB"),
         (["plan", "--model", "/no/such/model", "--memory", "1GB"], "/no/such/model"),

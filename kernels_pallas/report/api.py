@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kernels_pallas.aot import TPU_TOPOLOGIES
+from kernels_pallas.aot import TARGETS, TPU_TOPOLOGIES
+from kernels_pallas.report.gpu import compile_report_gpu
 from kernels_pallas.report.tpu import compile_report_tpu
 
 
@@ -21,13 +22,15 @@ def compile_report(fn: Callable, args: Sequence[Any], target: str, donate: Seque
     Returns:
       A dict of `argument_bytes`, `alias_bytes` (of outputs that are in a donated buffer), `temp_bytes`,
       `copies` (shapes that the program copies; None where it cannot be printed) and `kernels`, dicts that
-      `compile_report_tpu` and its like describe.
+      `compile_report_tpu` and `compile_report_gpu` describe.
 
     Raises:
       ValueError: an unknown target.
-      RuntimeError: the program does not compile.
+      RuntimeError: the program does not compile, or for a GPU `ptxas` is not installed.
       NotImplementedError: an implementation that was named cannot do this call.
     """
     if target in TPU_TOPOLOGIES:
         return compile_report_tpu(fn, args, donate, target)
-    raise ValueError(f"Unknown target {target!r}; there are {', '.join(TPU_TOPOLOGIES)}.")
+    if target in TARGETS:
+        return compile_report_gpu(fn, args, donate, target)
+    raise ValueError(f"Unknown target {target!r}; there are {', '.join(TARGETS)}.")

@@ -42,7 +42,15 @@ def paged_attention(
       The weighted values, zero for padding blocks, in `q`'s dtype. Scores and sums are float32.
     """
     _, total, out = context_sums(
-        q, k_pool, v_pool, pages, positions, length, scale=scale, page_size=page_size
+        q,
+        k_pool,
+        v_pool,
+        pages,
+        positions,
+        length,
+        scale=scale,
+        page_size=page_size,
+        values_in_keys=values_in_keys,
     )
     return weighted(total, out, q)
 
@@ -57,10 +65,11 @@ def context_sums(
     *,
     scale: float,
     page_size: int,
+    values_in_keys: int | None = None,
 ) -> tuple[
     Float[Array, "block kv_head row"],
     Float[Array, "block kv_head row"],
-    Float[Array, "block kv_head row v_head_dim"],
+    Float[Array, "block kv_head row _"],
 ]:
     """The running softmax of `paged_attention`: arguments as there.
 

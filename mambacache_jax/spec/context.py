@@ -187,11 +187,17 @@ class VerifyContext:
         layer: int,
         q: Float[Array, "token q_head head_dim"],
         k: Float[Array, "token kv_head head_dim"],
-        v: Float[Array, "token kv_head v_head_dim"],
+        v: Float[Array, "token kv_head v_head_dim"] | None,
         scale: float,
     ) -> Float[Array, "token q_head v_head_dim"]:
-        """See `Context.attend`: each node sees the tokens in the pool and its own path."""
+        """See `Context.attend`: each node sees the tokens in the pool and its own path.
+
+        Raises:
+          NotImplementedError: the layer keeps its values in its keys (latent attention).
+        """
         assert isinstance(self._specs[layer], AttentionSpec)
+        if v is None:
+            raise NotImplementedError(f"Layer {layer} has latent attention, which drafts are not verified on.")
         index = len(self._kv)
         k_pool, v_pool = self.pools.kv.k[index], self.pools.kv.v[index]
         q, k, v = (self._by_row(x) for x in (q, k, v))
