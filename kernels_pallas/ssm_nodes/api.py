@@ -25,6 +25,7 @@ another row. Reading slot 0 gives the zero state whatever it holds; what is writ
 nobody reads. A padding row touches slot 0 alone.
 """
 
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from jaxtyping import Array, Float, Float32
 from kernels_pallas.dispatch import Op
 from kernels_pallas.recurrence import check_heads
 from kernels_pallas.ssm_nodes import gpu, reference, tpu, xla
+from kernels_pallas.ssm_nodes.packed import count_heads
 from kernels_pallas.ssm_nodes.plan import Inputs as Inputs
 from kernels_pallas.ssm_nodes.plan import NodesPlan as NodesPlan
 
@@ -54,7 +56,7 @@ OP = Op(
 
 def ssm_nodes(
     kind: str,
-    pool: Float[Array, "slot head state_dim head_dim"],
+    pool: Float[Array, "slot pack state_dim lane"],
     pending: Inputs | None,
     nodes: Inputs | None,
     plan: NodesPlan,
@@ -64,7 +66,7 @@ def ssm_nodes(
     min_log_decay: float | None = None,
     implementation: str | None = None,
 ) -> tuple[
-    Float[Array, "slot head state_dim head_dim"],
+    Float[Array, "slot pack state_dim lane"],
     Float32[Array, "row pending head head_dim"] | None,
     Float32[Array, "row node head head_dim"],
 ]:
@@ -76,8 +78,9 @@ def ssm_nodes(
 
     Args:
       kind: "mamba2", "gdn" or "kda".
-      pool: float32 or bfloat16 states by slot. Donate it to the program that calls this; the pool returned
-        is then in the same buffer.
+      pool: float32 or bfloat16 states by slot, or `[slot, head // g, state_dim, g * head_dim]` with `g` heads
+        side by side, as TPUs want heads of less than 128. Donate it to the program that calls this; the
+        pool returned is then in the same buffer.
       pending: `D` tokens a row; None for `D = 0`. Without `q` the chain's outputs are not computed.
       nodes: `T` nodes a row; None for `T = 0`.
       plan: slots, lengths and parents; arrays on the device are trusted, see the slot contract above.
@@ -105,8 +108,9 @@ def ssm_nodes(
     _check(kind, pool, pending, nodes, plan, precision, depth, min_log_decay)
     num_rows, num_nodes = plan.parent.shape
     if not num_rows:
-        pending_out = None if pending is not None and pending.q is None else _no_outputs(pool, pending)
-        return pool, pending_out, _no_outputs(pool, nodes)
+        empty = functools.partial(_no_outputs, pool, count_heads(pool, pending, nodes))
+        pending_out = None if pending is not None and pending.q is None else empty(pending)
+        return pool, pending_out, empty(nodes)
     return OP(
         implementation,
         kind,
@@ -120,9 +124,10 @@ def ssm_nodes(
     )
 
 
-def _no_outputs(pool, inputs):
-    _, num_heads, _, head_dim = pool.shape
-    return jnp.zeros((0, 0 if inputs is None else inputs.v.shape[1], num_heads, head_dim), jnp.float32)
+def _no_outputs(pool, num_heads, inputs):
+    _, packs, _, lanes = pool.shape
+    steps = 0 if inputs is None else inputs.v.shape[1]
+    return jnp.zeros((0, steps, num_heads, packs * lanes // num_heads), jnp.float32)
 
 
 def _check(kind, pool, pending, nodes, plan, precision, depth, min_log_decay):
@@ -142,7 +147,11 @@ def _check(kind, pool, pending, nodes, plan, precision, depth, min_log_decay):
     for name, field in zip(plan._fields, plan, strict=True):
         if field.shape[:1] != (num_rows,):
             raise ValueError(f"ssm_nodes: plan.{name} must have {num_rows} rows, got shape {field.shape}.")
-    _, num_heads, state_dim, head_dim = pool.shape
+    _, packs, state_dim, lanes = pool.shape
+    num_heads = count_heads(pool, pending, nodes)
+    if num_heads % packs or lanes % (num_heads // packs):
+        num_heads = packs
+    head_dim = lanes * packs // num_heads
     for name, inputs in (("pending", pending), ("nodes", nodes)):
         if inputs is None:
             continue

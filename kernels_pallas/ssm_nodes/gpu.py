@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton
 from kernels_pallas.dispatch import current_platform
 from kernels_pallas.recurrence import advance, read_out, rounded_product
 from kernels_pallas.ssm_nodes import tiles
+from kernels_pallas.ssm_nodes.packed import count_heads
 from kernels_pallas.ssm_nodes.reference import round_state
 from kernels_pallas.ssm_nodes.tree import ancestor_mask
 
@@ -59,7 +60,7 @@ def ssm_nodes(kind, pool, pending, nodes, plan, *, precision, depth, min_log_dec
     num_rows, num_nodes = plan.parent.shape
     num_heads, head_dim = pool.shape[1], pool.shape[3]
     depth = min(depth, num_nodes)
-    _check(kind, pool, nodes, precision, depth, min_log_decay)
+    _check(kind, pool, pending, nodes, precision, depth, min_log_decay)
     tile = tile or default_tile(pool, nodes, precision)
     interpret = current_platform() == "cpu"
     _keep_jax_quiet()
@@ -116,10 +117,12 @@ def default_tile(pool, nodes, precision) -> Tile:
     return Tile(min(head_dim, max(columns, 8)), num_warps)
 
 
-def _check(kind, pool, nodes, precision, depth, min_log_decay):
+def _check(kind, pool, pending, nodes, precision, depth, min_log_decay):
     def refuse(why):
         raise NotImplementedError(f"ssm_nodes in Triton: {why}.")
 
+    if count_heads(pool, pending, nodes) != pool.shape[1]:
+        refuse(f"pools that hold heads side by side are for TPUs, got {pool.shape}")
     if any(size & (size - 1) for size in pool.shape[2:]):
         refuse(f"state_dim and head_dim must be powers of two, got {pool.shape[2:]}")
     if nodes is None:

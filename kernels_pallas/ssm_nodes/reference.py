@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from kernels_pallas.recurrence import advance, by_head, key_column, read_out, rounded_product
+from kernels_pallas.ssm_nodes.packed import count_heads, pack, unpack
 from kernels_pallas.ssm_nodes.plan import Inputs, NodesPlan
 
 
@@ -16,18 +17,19 @@ def ssm_nodes(kind, pool, pending, nodes, plan, *, precision, depth, min_log_dec
     """See `api.ssm_nodes`; every precision is exact here."""
     del precision, depth, min_log_decay
     rows = jnp.arange(plan.read_slot.shape[0])
-    chain, pending_out = _chain(kind, read_states(pool, plan.read_slot), pending, plan, pool.dtype)
+    start = read_states(pool, plan.read_slot, count_heads(pool, pending, nodes))
+    chain, pending_out = _chain(kind, start, pending, plan, pool.dtype)
     folded, tracked = chain[plan.pending_len, rows], chain[plan.track_len, rows]
     _, node_out = _tree(kind, folded, nodes, plan, pool.dtype)
-    pool = pool.at[plan.write_slot].set(folded.astype(pool.dtype))
-    return pool.at[plan.track_slot].set(tracked.astype(pool.dtype)), pending_out, node_out
+    pool = pool.at[plan.write_slot].set(pack(folded, pool))
+    return pool.at[plan.track_slot].set(pack(tracked, pool)), pending_out, node_out
 
 
 def ssm_nodes_snapshots(
     kind: str, pool: Float[Array, "slot head state_dim head_dim"], nodes: Inputs, plan: NodesPlan
 ) -> tuple[Float32[Array, "row node head head_dim"], Float[Array, "row node head state_dim head_dim"]]:
     """The outputs and the states of all nodes, of the states that the pool holds; nothing is pending."""
-    states, out = _tree(kind, read_states(pool, plan.read_slot), nodes, plan, pool.dtype)
+    states, out = _tree(kind, read_states(pool, plan.read_slot, pool.shape[1]), nodes, plan, pool.dtype)
     return out, jnp.moveaxis(states, 0, 1).astype(pool.dtype)
 
 
@@ -41,9 +43,9 @@ def commit_snapshots(
     return pool.at[write_slot].set(snapshots[jnp.arange(len(node)), node])
 
 
-def read_states(pool, slots):
-    """The states of `slots` as float32; slot 0 reads as zero whatever it holds."""
-    states = pool.at[slots].get(mode="promise_in_bounds")
+def read_states(pool, slots, num_heads):
+    """The states of `slots` as float32, head by head; slot 0 reads as zero whatever it holds."""
+    states = unpack(pool.at[slots].get(mode="promise_in_bounds"), num_heads)
     return jnp.where((slots != 0)[:, None, None, None], states.astype(jnp.float32), 0.0)
 
 

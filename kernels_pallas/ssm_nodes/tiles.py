@@ -15,6 +15,7 @@ Everything here is 2-D, of one row and head: `lax.dot_general`, elementwise func
 iotas, which is what Mosaic and Triton both lower; plain JAX maps over rows and heads with `vmap`.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -54,7 +55,20 @@ def rounded_dot(mantissa_bits: int) -> Callable:
 
 
 def node_outputs(
-    kind, state, q, k, v, log_decay, beta, ancestors, *, depth, min_log_decay=None, dot, sum_dot
+    kind,
+    state,
+    q,
+    k,
+    v,
+    log_decay,
+    beta,
+    ancestors,
+    *,
+    depth,
+    min_log_decay=None,
+    dot,
+    sum_dot,
+    dot_both=None,
 ):
     """Outputs `[T, head_dim]` of the nodes of one row and head, float32 throughout.
 
@@ -71,24 +85,27 @@ def node_outputs(
       min_log_decay: a bound below `log_decay`, or None.
       dot: products, as `make_dot` makes them.
       sum_dot: sums of decays, a product with zeros and ones; must have float32's precision.
+      dot_both: `(dot(x, z), dot(y, z))` of `(x, y, z, transposed)`, where one product of both is cheaper.
     """
     # exp(-200) is 0 in float32, as exp(-inf) is, and stays finite when it is multiplied by 0.
     log_decay = jnp.maximum(log_decay, -200.0)
+    if dot_both is None or kind == "mamba2":
+        dot_both = functools.partial(_dot_each, dot)
     strict = jnp.where(_equal(ancestors.shape), 0.0, ancestors)
     from_start = sum_dot(ancestors, log_decay)
     if kind != "kda":
-        qk, kk = _scalar_scores(q, k, log_decay, ancestors, strict, dot, sum_dot)
+        qk, kk = _scalar_scores(q, k, log_decay, ancestors, strict, dot_both, sum_dot)
     elif min_log_decay is not None and splits(min_log_decay, depth):
-        qk, kk = _split_scores(q, k, from_start, 0.5 * min_log_decay * depth, dot)
+        qk, kk = _split_scores(q, k, from_start, 0.5 * min_log_decay * depth, dot_both)
     else:
         qk, kk = _pairwise_scores(q, k, log_decay, ancestors, strict, sum_dot)
     qk, kk = jnp.where(ancestors > 0, qk, 0.0), jnp.where(strict > 0, kk, 0.0)
     from_start = jnp.exp(from_start)
+    of_q, of_k = dot_both(q * from_start, k * from_start, state)
     u = v
     if kind != "mamba2":
-        u = beta * (v - dot(k * from_start, state))
-        u = dot(unit_inverse(beta * kk, ancestors, depth, dot), u)
-    return dot(q * from_start, state) + dot(qk, u)
+        u = dot(unit_inverse(beta * kk, ancestors, depth, dot), beta * (v - of_k))
+    return of_q + dot(qk, u)
 
 
 def splits(min_log_decay, depth) -> bool:
@@ -96,15 +113,20 @@ def splits(min_log_decay, depth) -> bool:
     return -min_log_decay * depth <= SPLIT_RANGE
 
 
-def _scalar_scores(q, k, log_decay, ancestors, strict, dot, sum_dot):
+def _dot_each(dot, x, y, z, transposed=False):
+    return dot(x, z, transposed), dot(y, z, transposed)
+
+
+def _scalar_scores(q, k, log_decay, ancestors, strict, dot_both, sum_dot):
     decay = jnp.exp(sum_dot(ancestors, log_decay * strict))
-    return decay * dot(q, k, transposed=True), decay * dot(k, k, transposed=True)
+    qk, kk = dot_both(q, k, k, transposed=True)
+    return decay * qk, decay * kk
 
 
-def _split_scores(q, k, from_start, middle, dot):
+def _split_scores(q, k, from_start, middle, dot_both):
     """`exp(D[i, j])` as `exp(G[i] - middle) exp(middle - G[j])`, which holds where `j` is on `i`'s path."""
     after, before = jnp.exp(from_start - middle), k * jnp.exp(middle - from_start)
-    return dot(q * after, before, transposed=True), dot(k * after, before, transposed=True)
+    return dot_both(q * after, k * after, before, transposed=True)
 
 
 def _pairwise_scores(q, k, log_decay, ancestors, strict, sum_dot):

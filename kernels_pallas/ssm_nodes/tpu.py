@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.dispatch import current_platform
+from kernels_pallas.ssm_nodes.packed import count_heads
 from kernels_pallas.ssm_nodes.tiles import SPLIT_RANGE
 from kernels_pallas.ssm_nodes.tpu_kernel import LANES, Tile, kernel
 from kernels_pallas.ssm_nodes.tree import ancestor_mask
@@ -33,28 +34,36 @@ MAX_VMEM_BYTES = 56 * 2**20
 def ssm_nodes(kind, pool, pending, nodes, plan, *, precision, depth, min_log_decay):
     """See `api.ssm_nodes`."""
     num_rows, num_nodes = plan.parent.shape
-    _, num_heads, state_dim, head_dim = pool.shape
+    _, packs, state_dim, lanes = pool.shape
+    num_heads = count_heads(pool, pending, nodes)
+    packed = num_heads // packs
     key_heads = next((x.k.shape[2] for x in (pending, nodes) if x is not None), num_heads)
     if any(x is not None and x.k.shape[2] != key_heads for x in (pending, nodes)):
         raise NotImplementedError("ssm_nodes on TPU: pending tokens and nodes must have the same key heads.")
     exact = precision == "exact"
     _refuse_nodes(kind, num_nodes, exact, depth, min_log_decay)
-    _refuse_tiles(pool)
     groups = num_heads // key_heads
+    if packed > 1 and (kind == "kda" or groups % packed):
+        raise NotImplementedError(
+            "ssm_nodes on TPU: heads side by side must share their keys and decays' form."
+        )
     interpret = current_platform() != "tpu"
+    _refuse_tiles(pool, interpret)
     tile = Tile(
         kind=kind,
         precision=precision,
         num_rows=num_rows,
-        num_heads=num_heads,
-        heads=_heads_of_a_step(num_heads, groups),
-        groups=groups,
+        packed=packed,
+        num_heads=packs,
+        heads=_heads_of_a_step(packs, groups // packed),
+        groups=groups // packed,
         num_pending=0 if pending is None else pending.v.shape[1],
         num_nodes=num_nodes,
         depth=depth,
         min_log_decay=min_log_decay,
         interpret=interpret,
     )
+    pending, nodes = (None if x is None else _packed(tile, x) for x in (pending, nodes))
     outs, out_specs = {}, {}
     inputs, specs = {}, {}
     if pending is not None:
@@ -71,7 +80,7 @@ def ssm_nodes(kind, pool, pending, nodes, plan, *, precision, depth, min_log_dec
         outs["nodes"] = jax.ShapeDtypeStruct(inputs["nodes"]["v"].shape, jnp.float32)
         out_specs["nodes"] = specs["nodes"]["v"]
 
-    states = (2, tile.heads, state_dim, head_dim)
+    states = (2, tile.heads, state_dim, lanes)
     scratch = {
         "read": pltpu.VMEM(states, pool.dtype),
         "write": pltpu.VMEM(states, pool.dtype),
@@ -79,12 +88,12 @@ def ssm_nodes(kind, pool, pending, nodes, plan, *, precision, depth, min_log_dec
         "moved": pltpu.SemaphoreType.DMA((4, 2)),
     }
     if nodes is not None and exact:
-        tree = (num_nodes + 1, tile.chain_heads, state_dim, head_dim)
+        tree = (num_nodes + 1, tile.chain_heads, state_dim, lanes)
         scratch["tree"] = pltpu.VMEM(tree, jnp.float32)
     vmem = _vmem_bytes(scratch, specs, out_specs)
     if vmem > MAX_VMEM_BYTES:
         raise NotImplementedError(
-            f"ssm_nodes on TPU: a tile of {tile.heads} heads of {num_heads} takes {vmem} bytes of VMEM, "
+            f"ssm_nodes on TPU: a step's {tile.heads} heads of {packs} take {vmem} bytes of VMEM, "
             f"at most {MAX_VMEM_BYTES} are used."
         )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -93,7 +102,7 @@ def ssm_nodes(kind, pool, pending, nodes, plan, *, precision, depth, min_log_dec
         out_shape=(jax.ShapeDtypeStruct(pool.shape, pool.dtype), outs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(plan),
-            grid=(num_rows, num_heads // tile.heads),
+            grid=(num_rows, tile.parts),
             in_specs=(anywhere, specs),
             out_specs=(anywhere, out_specs),
             scratch_shapes=[scratch],
@@ -110,16 +119,13 @@ def ssm_nodes(kind, pool, pending, nodes, plan, *, precision, depth, min_log_dec
     # Flat, as scalar memory pads two axes to whole tiles; where it is not looked at, one number.
     parent = plan.parent.reshape(-1) if exact and num_nodes else jnp.zeros((1,), jnp.int32)
     pool, outs = call(*plan._replace(parent=parent), pool, inputs)
-    pending_out = node_out = None
+    none = jnp.zeros((num_rows, 0, num_heads, lanes // packed), jnp.float32)
+    pending_out, node_out = none if pending is None else None, none
     if "pending" in outs:
-        pending_out = _behind_zero(outs["pending"], plan.pending_len)
-    elif pending is None:
-        pending_out = jnp.zeros((num_rows, 0, num_heads, head_dim), jnp.float32)
-    if nodes is None:
-        node_out = jnp.zeros((num_rows, 0, num_heads, head_dim), jnp.float32)
-    else:
+        pending_out = _outputs(tile, outs["pending"], plan.pending_len)
+    if "nodes" in outs:
         node_out = outs["nodes"] if exact else jnp.moveaxis(outs["nodes"], 1, 2)[:, :num_nodes]
-        node_out = _behind_zero(node_out, plan.node_len)
+        node_out = _outputs(tile, node_out, plan.node_len)
     return pool, pending_out, node_out
 
 
@@ -134,13 +140,18 @@ def _refuse_nodes(kind, num_nodes, exact, depth, min_log_decay):
         )
 
 
-def _refuse_tiles(pool):
-    state_dim = pool.shape[2]
+def _refuse_tiles(pool, interpret):
+    _, _, state_dim, lanes = pool.shape
     rows = 32 // pool.dtype.itemsize
     if state_dim % rows or state_dim & (state_dim - 1):
         raise NotImplementedError(
             f"ssm_nodes on TPU: state_dim must be a power of two of at least {rows} for {pool.dtype}, "
             f"got {state_dim}."
+        )
+    if lanes % LANES and not interpret:
+        raise NotImplementedError(
+            f"ssm_nodes on TPU: the pool's last axis must be a multiple of {LANES}, got {lanes}, as "
+            "XLA would re-lay the whole pool; put heads side by side."
         )
 
 
@@ -233,10 +244,18 @@ def _head_major(tile, shape):
     return pl.BlockSpec((1, heads, *shape[2:]), lambda row, part, *plan: (row, part // steps_of_a_head, 0, 0))
 
 
-def _behind_zero(out, length):
-    """`[row, step, ...]`, 0 behind the row's length, where nothing was written."""
-    live = jnp.arange(out.shape[1], dtype=jnp.int32)[None, :] < length[:, None]
-    return jnp.where(live.reshape(live.shape + (1,) * (out.ndim - 2)), out, 0.0)
+def _packed(tile, tokens):
+    """The inputs with `v` as the pool's tiles have it."""
+    rows, steps, _, head_dim = tokens.v.shape
+    return tokens._replace(v=tokens.v.reshape(rows, steps, tile.num_heads, tile.packed * head_dim))
+
+
+def _outputs(tile, out, length):
+    """Outputs head by head, 0 behind the row's length, where nothing was written."""
+    rows, steps, packs, lanes = out.shape
+    live = jnp.arange(steps, dtype=jnp.int32)[None, :] < length[:, None]
+    out = jnp.where(live[:, :, None, None], out, 0.0)
+    return out.reshape(rows, steps, packs * tile.packed, lanes // tile.packed)
 
 
 def _vmem_bytes(scratch, *specs):

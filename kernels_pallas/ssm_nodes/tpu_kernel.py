@@ -22,7 +22,9 @@ class Tile:
     """What is known of a call when it is compiled.
 
     Attributes:
-      kind, precision, depth, min_log_decay, num_rows, num_heads, num_pending, num_nodes: of the call.
+      kind, precision, depth, min_log_decay, num_rows, num_pending, num_nodes: of the call.
+      packed: heads side by side in a state tile; everywhere else such a tile counts as one head.
+      num_heads: of the pool.
       heads: heads of a grid step.
       groups: heads of a key head.
       interpret: products are then kept apart from sums, as XLA could join them.
@@ -30,6 +32,7 @@ class Tile:
 
     kind: str
     precision: str
+    packed: int
     num_rows: int
     num_heads: int
     heads: int
@@ -157,9 +160,8 @@ def _fold(tile, at, plan, inputs, out, buffers, half):
 
     def after(t, first, states):
         states, outputs = token(t, first, states, out is not None)
-        if out is not None:
-            for n, o in enumerate(outputs):
-                out[0, t, pl.ds(first + n, 1), :] = o
+        for n, o in enumerate(outputs):
+            out[0, t, pl.ds(first + n, 1), :] = o
         return [_rounded(tile, s, read.dtype) for s in states]
 
     def load(first, heads):
@@ -219,9 +221,10 @@ def _node_by_node(tile, at, plan, inputs, out, folded, tree):
 
 def _in_matmuls(tile, part, inputs, out, folded):
     """Phase 2, "float32" and "fast"."""
-    dot, sum_dot = products(tile.precision)
-    ancestors = inputs["ancestors"][0]
+    dot, _ = products(tile.precision)
     size = tile.node_heads
+    # Given to each head: of a factor that heads share, products come out with heads inside, to be turned.
+    ancestors = jnp.broadcast_to(inputs["ancestors"][0], (size, *inputs["ancestors"].shape[1:]))
     one_key = size <= tile.groups
     outputs = functools.partial(
         node_outputs,
@@ -229,16 +232,18 @@ def _in_matmuls(tile, part, inputs, out, folded):
         depth=tile.depth,
         min_log_decay=tile.min_log_decay,
         dot=dot,
-        sum_dot=sum_dot,
+        sum_dot=_sum_dot,
+        dot_both=functools.partial(_dot_both, dot),
     )
     # The products of heads stand side by side in the program, as the matrix unit keeps their order.
     of_key, own = None if one_key else 0, None if tile.kind == "mamba2" else 0
-    outputs = jax.vmap(outputs, in_axes=(0, of_key, of_key, 0, 0, own, None))
+    outputs = jax.vmap(outputs, in_axes=(0, of_key, of_key, 0, 0, own, 0))
 
     def of_heads(first):
-        def columns(name):
+        def columns(name, which):
             head = part * tile.heads + first
-            return jnp.stack([_lane(inputs[name][0], head + n) for n in range(size)])
+            heads = [(head + n) * tile.packed + which for n in range(size)]
+            return jnp.stack([_lane(inputs[name][0], head) for head in heads])
 
         def keys(name):
             first_key = first // tile.groups if tile.groups <= tile.heads else 0
@@ -248,17 +253,43 @@ def _in_matmuls(tile, part, inputs, out, folded):
             return jnp.repeat(x, tile.groups, axis=0) if tile.groups > 1 else x
 
         heads = pl.ds(first, size)
-        out[0, heads] = outputs(
-            folded[heads].astype(jnp.float32),
-            keys("q"),
-            keys("k"),
-            inputs["v"][0, heads],
-            inputs["log_decay"][0, heads] if tile.kind == "kda" else columns("log_decay"),
-            None if tile.kind == "mamba2" else columns("beta"),
-            ancestors,
-        )
+        # Each head of a tile is computed in all lanes, of which its own are kept: the matrix unit is as wide.
+        of_each = [
+            outputs(
+                folded[heads].astype(jnp.float32),
+                keys("q"),
+                keys("k"),
+                inputs["v"][0, heads],
+                inputs["log_decay"][0, heads] if tile.kind == "kda" else columns("log_decay", which),
+                None if tile.kind == "mamba2" else columns("beta", which),
+                ancestors,
+            )
+            for which in range(tile.packed)
+        ]
+        out[0, heads] = _side_by_side(tile, of_each, of_each[0].shape)
 
     _by_heads(tile, size, of_heads)
+
+
+def _sum_dot(mask, x):
+    """`mask @ x` in float32: three bfloat16 parts hold `x`, one a mask, where any two factors take six."""
+    dot, _ = products("fast")
+    high = _first_bits(x)
+    middle = _first_bits(x - high)
+    return dot(mask, high) + (dot(mask, middle) + dot(mask, x - high - middle))
+
+
+def _first_bits(x):
+    """What a bfloat16 can hold of `x`, cut off."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(2**16))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _dot_both(dot, x, y, z, transposed=False):
+    """Both as rows of one factor, so that the matrix unit takes in the other once."""
+    rows = x.shape[0]
+    both = dot(jnp.concatenate([x, y]), z, transposed)
+    return both[:rows], both[rows:]
 
 
 def _lane(x, lane):
@@ -280,8 +311,8 @@ def _token(tile, at, plan, inputs, steps, t, first, states, reads):
         return _spread(inputs[name][0, column // LANES], column % LANES, lanes)
 
     def number(name, n):
-        value = inputs[name][0, t, offset + first + n]
-        return jnp.full((1, lanes), value, jnp.float32)
+        head = (offset + first + n) * tile.packed
+        return _side_by_side(tile, [inputs[name][0, t, head + n] for n in range(tile.packed)], (1, lanes))
 
     key_heads = tile.num_heads // tile.groups
     after, keys, queries = [], {}, {}
@@ -295,7 +326,7 @@ def _token(tile, at, plan, inputs, steps, t, first, states, reads):
         v = inputs["v"][0, t, pl.ds(first + n, 1), :]
         after.append(advance(tile.kind, state, keys[key], v, log_decay, beta, product=product))
     if not reads:
-        return after, None
+        return after, []
     # Spread only now, so that keys and queries do not fill the registers together.
     outputs = []
     for n, state in enumerate(after):
@@ -304,6 +335,16 @@ def _token(tile, at, plan, inputs, steps, t, first, states, reads):
             queries[key] = columns("q", key_heads, n)
         outputs.append(read_out(state, queries[key], product=product))
     return after, outputs
+
+
+def _side_by_side(tile, values, shape):
+    """Values of the heads of a state tile, each in its head's lanes."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    width = shape[-1] // tile.packed
+    joined = jnp.broadcast_to(values[-1], shape)
+    for n in reversed(range(tile.packed - 1)):
+        joined = jnp.where(lane < (n + 1) * width, values[n], joined)
+    return joined
 
 
 def _spread(x, lane, lanes):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.recurrence import rounded_product
+from kernels_pallas.ssm_nodes.packed import count_heads, pack
 from kernels_pallas.ssm_nodes.reference import output, read_states, round_state, token
 from kernels_pallas.ssm_nodes.tiles import node_outputs, products
 from kernels_pallas.ssm_nodes.tree import ancestor_mask
@@ -18,12 +19,12 @@ from kernels_pallas.ssm_nodes.tree import ancestor_mask
 
 def ssm_nodes(kind, pool, pending, nodes, plan, *, precision, depth, min_log_decay):
     """See `api.ssm_nodes`."""
-    state = read_states(pool, plan.read_slot)
+    state = read_states(pool, plan.read_slot, count_heads(pool, pending, nodes))
     num_rows, num_heads, _, head_dim = state.shape
     pending_out = node_out = jnp.zeros((num_rows, 0, num_heads, head_dim), jnp.float32)
     if pending is not None:
         pool, state, pending_out = _fold(kind, pool, state, pending, plan)
-    pool = pool.at[plan.write_slot].set(state.astype(pool.dtype), mode="promise_in_bounds")
+    pool = pool.at[plan.write_slot].set(pack(state, pool), mode="promise_in_bounds")
     if nodes is not None and precision == "exact":
         node_out = _node_by_node(kind, state, nodes, plan, pool.dtype)
     elif nodes is not None:
@@ -65,7 +66,7 @@ def _write_some(pool, state, slots, chosen):
 
     def write(n, pool):
         row = first[n]
-        return jax.lax.dynamic_update_index_in_dim(pool, state[row].astype(pool.dtype), slots[row], 0)
+        return jax.lax.dynamic_update_index_in_dim(pool, pack(state[row], pool), slots[row], 0)
 
     return jax.lax.fori_loop(jnp.int32(0), jnp.sum(chosen, dtype=jnp.int32), write, pool)
 
