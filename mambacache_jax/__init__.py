@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .config import CacheConfig as CacheConfig
     from .config import EngineConfig as EngineConfig
     from .config import SamplingParams as SamplingParams
+    from .config import SpecConfig as SpecConfig
     from .engine import Completion as Completion
     from .engine import Delta as Delta
     from .engine import Engine as Engine
@@ -34,6 +35,7 @@ __all__ = [
     "Plan",
     "PrefixCache",
     "SamplingParams",
+    "SpecConfig",
     "StampMismatch",
     "assert_no_recompile",
     "plan_cache",
@@ -45,6 +47,7 @@ _MODULES = {
     "CacheConfig": "config",
     "EngineConfig": "config",
     "SamplingParams": "config",
+    "SpecConfig": "config",
     "Completion": "engine",
     "Delta": "engine",
     "Engine": "engine",

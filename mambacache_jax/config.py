@@ -161,6 +161,42 @@ class EngineConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SpecConfig:
+    """How an engine speculates. The text is that of plain decoding, whatever is drafted.
+
+    Attributes:
+      draft: "ngram" looks a request's last tokens up among its own; "mtp" asks the model's own head for
+        multi-token prediction.
+      num_nodes: nodes of a draft tree, the token that the target sampled last included; at most 64.
+      topk: branches a step ("mtp"), or occurrences to draft from ("ngram"); 1 drafts chains.
+      steps: most drafts of a path.
+      state_mode: how states of nodes are had, see `spec.StateMode`; "auto" lets a plan choose.
+    """
+
+    draft: Literal["mtp", "ngram"] = "ngram"
+    num_nodes: int = 4
+    topk: int = 1
+    steps: int = 3
+    state_mode: Literal["auto", "snapshot", "one_layer", "replay_exact", "replay_parallel"] = "auto"
+
+    def __post_init__(self) -> None:
+        _require(self.draft in ("mtp", "ngram"), f"draft must be 'mtp' or 'ngram', got {self.draft!r}.")
+        _require(2 <= self.num_nodes <= 64, f"num_nodes must be in [2, 64], got {self.num_nodes}.")
+        _require(self.topk >= 1, f"topk must be at least 1, got {self.topk}.")
+        _require(
+            1 <= self.steps < self.num_nodes,
+            f"steps must be in [1, num_nodes={self.num_nodes}), got {self.steps}.",
+        )
+        modes = ("auto", "snapshot", "one_layer", "replay_exact", "replay_parallel")
+        _require(self.state_mode in modes, f"state_mode must be one of {modes}, got {self.state_mode!r}.")
+
+    @property
+    def depth(self) -> int:
+        """Most nodes of a path, and so most tokens of a round."""
+        return self.steps + 1
+
+
+@dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How one request's tokens are chosen.
 
@@ -175,6 +211,7 @@ class SamplingParams:
         is kept in `token_ids`, not in `text`.
       ignore_eos: the model's own end tokens do not end generation.
       stop: generation ends when the text holds one of these strings; the text is cut before it.
+      speculate: use drafts, where the engine speculates; the text is the same without.
     """
 
     max_tokens: int = 64
@@ -186,6 +223,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}.")

@@ -99,21 +99,78 @@ class PlanShape:
             "update_block": (self.updates,),
             "update_pages": (self.updates, TABLE_BLOCK),
         }
-        fields, offset = {}, 0
-        for name, shape in shapes.items():
-            fields[name] = (offset, shape)
-            offset += math.prod(shape)
-        return fields
+        return _placed(shapes)
 
     @property
     def size(self) -> int:
         """int32 numbers in a plan of this shape."""
-        offset, shape = self.fields["update_pages"]
-        return offset + math.prod(shape)
+        return _size(self.fields)
 
     def unpack(self, plan: Any) -> dict[str, Any]:
         """Views (NumPy) or slices (JAX) of `plan`, an int32 vector of length `size`, by field name."""
-        return {
-            name: plan[offset : offset + math.prod(shape)].reshape(shape)
-            for name, (offset, shape) in self.fields.items()
-        }
+        return _unpacked(self.fields, plan)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundShape:
+    """Static sizes of a round of speculation; equal shapes share a compiled program.
+
+    Attributes:
+      rows: rows that verify drafts, or decode without.
+      nodes: nodes of a draft tree, the bonus token included.
+      updates: runs of `TABLE_BLOCK` request-table entries that can be written.
+    """
+
+    rows: int
+    nodes: int
+    updates: int
+
+    @functools.cached_property
+    def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Offset and shape of each field.
+
+        rows: `row` (request-table row), `read`, `write`, `track` (SSM slots), `fresh` (1: what the row has
+        pending is another request's), `limit` (most tokens it may get), `drafts` (1: it may have drafts),
+        `sampling`.
+        trees: `token`, `parent` (node 0 is the token that the row sampled last, on the device), `node_len`.
+        updates: as in `PlanShape`.
+        """
+        rows, tree = (self.rows,), (self.rows, self.nodes)
+        shapes = dict.fromkeys(
+            ("row", "read", "write", "track", "fresh", "limit", "drafts", "node_len"), rows
+        )
+        shapes |= {"token": tree, "parent": tree, "sampling": (self.rows, SAMPLING_FIELDS)}
+        shapes |= {"update_row": (self.updates,), "update_block": (self.updates,)}
+        return _placed({**shapes, "update_pages": (self.updates, TABLE_BLOCK)})
+
+    @property
+    def size(self) -> int:
+        """int32 numbers in a plan of this shape."""
+        return _size(self.fields)
+
+    def unpack(self, plan: Any) -> dict[str, Any]:
+        """See `PlanShape.unpack`."""
+        return _unpacked(self.fields, plan)
+
+
+_Fields = dict[str, tuple[int, tuple[int, ...]]]
+
+
+def _placed(shapes: dict[str, tuple[int, ...]]) -> _Fields:
+    """Offset and shape of fields that lie one after another."""
+    fields, offset = {}, 0
+    for name, shape in shapes.items():
+        fields[name] = (offset, shape)
+        offset += math.prod(shape)
+    return fields
+
+
+def _size(fields: _Fields) -> int:
+    return max(offset + math.prod(shape) for offset, shape in fields.values())
+
+
+def _unpacked(fields: _Fields, plan: Any) -> dict[str, Any]:
+    return {
+        name: plan[offset : offset + math.prod(shape)].reshape(shape)
+        for name, (offset, shape) in fields.items()
+    }

@@ -120,7 +120,7 @@ class StepBuilder:
         self._track_interval = cache_config.track_interval
         self._checkpoint_interval = cache_config.checkpoint_interval
 
-    def _export_slot(self, sequence: Sequence) -> int:
+    def export_slot(self, sequence: Sequence) -> int:
         """A slot for a checkpoint, or 0: a checkpoint is optional, so having no slot is only counted."""
         try:
             return int(self._cache.allocate_ssm(1)[0])
@@ -174,7 +174,7 @@ class StepBuilder:
         read, position = sequence.working_slot, sequence.kv_len
         due = self._caching and position % self._track_interval == 0 and position > sequence.owned_from
         if due and position > sequence.track_position:
-            spare = sequence.track_slot or self._export_slot(sequence)
+            spare = sequence.track_slot or self.export_slot(sequence)
             if spare:
                 sequence.track_slot, sequence.track_position = read, position
                 sequence.working_slot = sequence.read_slot = spare
@@ -209,5 +209,5 @@ class StepBuilder:
         )
         if dropped:
             self._cache.count_skipped("limit", dropped, namespace=sequence.namespace)
-        slots = [(position, self._export_slot(sequence)) for position in positions]
+        slots = [(position, self.export_slot(sequence)) for position in positions]
         return [(position, slot) for position, slot in slots if slot]

@@ -10,21 +10,21 @@ import jax
 import numpy as np
 
 from mambacache_jax.cache import HybridCache
-from mambacache_jax.config import CacheConfig, EngineConfig, SamplingParams
+from mambacache_jax.config import CacheConfig, EngineConfig, SamplingParams, SpecConfig
+from mambacache_jax.engine.checks import check_configs
 from mambacache_jax.engine.compiles import num_compiles
 from mambacache_jax.engine.request import Request
+from mambacache_jax.engine.rounds import RoundStats, SpeculativeScheduler
 from mambacache_jax.engine.scheduler import Scheduler, Step
+from mambacache_jax.engine.speculation import Speculation
 from mambacache_jax.engine.step import StepOutput, step_program
 from mambacache_jax.engine.types import Completion, Delta, EngineStats
 from mambacache_jax.host import Sequence, Status, TokenBuffer, build_plan, make_buckets, num_blocks
 from mambacache_jax.host.namespace import AnyNamespace, check_namespace
-from mambacache_jax.layout import CONTEXT_TILE
+from mambacache_jax.host.round_plan import build_round_plan
 from mambacache_jax.models import Model, load
 
 Prompt = str | TokenSequence[int] | np.ndarray
-
-_VERIFIED_DETERMINISTIC = ("cpu",)
-"""Platforms on which deterministic mode has been shown to give the same bits under any schedule."""
 
 
 class Engine:
@@ -41,6 +41,7 @@ class Engine:
         model: str | pathlib.Path | Model = "tiny",
         cache: CacheConfig | None = None,
         config: EngineConfig | None = None,
+        spec: SpecConfig | None = None,
     ) -> None:
         """Loads the model and allocates the pools; compiles nothing yet.
 
@@ -51,6 +52,7 @@ class Engine:
           cache: sizes and rules of the cache; by default room for eight full contexts, with states stored as
             the checkpoint asks (`budget.plan_cache` fills a number of bytes).
           config: batching; by default as `EngineConfig()`, with the context cut to the model's.
+          spec: draft tokens ahead and verify them; None decodes token by token. The text is the same.
 
         Raises:
           ValueError: the model is unknown, or a size is impossible.
@@ -58,28 +60,15 @@ class Engine:
         self.model = model if isinstance(model, Model) else load(model)
         if config is None:
             config = EngineConfig(max_context=min(EngineConfig.max_context, self.model.max_context))
-        if config.max_context > self.model.max_context:
-            raise ValueError(
-                f"max_context={config.max_context} exceeds the model's {self.model.max_context} positions."
-            )
-        platform = jax.default_backend()
-        if config.deterministic and platform not in _VERIFIED_DETERMINISTIC:
-            raise ValueError(
-                f"Deterministic mode has not been verified on {platform}, only on "
-                f"{', '.join(_VERIFIED_DETERMINISTIC)}."
-            )
-        if config.deterministic and cache is not None and not _keeps_bits(cache):
-            raise ValueError(
-                "Deterministic mode needs float32 states and a page_size that divides "
-                f"{CONTEXT_TILE}: with others a prefix hit or the page size would change bits."
-            )
+        check_configs(self.model, cache, config, spec)
         self.config = config
         cache = cache or CacheConfig(
             num_kv_slots=8 * config.max_context,
             num_ssm_slots=4 * config.max_running + 64,
             state_dtype="float32" if config.deterministic else self.model.state_dtype,
         )
-        self._buckets = make_buckets(config, cache.page_size)
+        self._buckets = make_buckets(config, cache.page_size, rounds=spec is not None)
+        self._spec = spec
         self._program = step_program(self.model, cache.page_size, config.deterministic, config.return_logits)
         self._make_empty(cache)
         self._requests: dict[int, Request] = {}
@@ -214,6 +203,10 @@ class Engine:
             plan = build_plan((), (), (), shape)
             output = self.cache.run(functools.partial(self._program, shape=shape, all_logits=False), plan)
             jax.block_until_ready(output.tokens)
+        if self._speculation is not None:
+            rounds, scheduler = self._speculation
+            for round_shape in scheduler.shapes():
+                rounds.run(self.cache, build_round_plan((), (), round_shape), round_shape)
         self._warm = True
         self.generate(prompts, SamplingParams(max_tokens=1), namespace)
 
@@ -221,6 +214,7 @@ class Engine:
         """Counts so far, and pool use now."""
         host, counts = self.cache.host, self._scheduler.stats
         tree = host.stats()
+        rounds = self._speculation[1].rounds if self._speculation else RoundStats(0, 0, [])
         return EngineStats(
             requests=self._finished,
             prompt_tokens=counts.prompt_tokens,
@@ -236,7 +230,10 @@ class Engine:
             tombstones=tree.tombstones,
             skipped_checkpoints=tree.skipped["no_slot"] + tree.skipped["limit"],
             preemptions=counts.preemptions,
-            compiles=self._program.traces,
+            compiles=self._program.traces + (self._speculation[0].program.traces if self._speculation else 0),
+            spec_rounds=rounds.rounds,
+            spec_tokens=rounds.tokens,
+            spec_accepted=tuple(rounds.accepted),
             recompiles_after_warmup=self._recompiles,
         )
 
@@ -313,11 +310,25 @@ class Engine:
             self._scheduler.enqueued(step)
             before, self._in_flight = self._in_flight, (step, output)
             finished = self._complete(*before) if before else []
-        elif self._scheduler.has_work():
+        elif self._scheduler.has_work() and not (self._speculation and self._scheduler.running):
             raise RuntimeError("Requests are left, and none of them can be planned.")
+        if self._speculation is not None:
+            finished += self._one_round(*self._speculation)
         if self._warm:
             self._recompiles += num_compiles() - compiles
         return finished
+
+    def _one_round(self, rounds: Speculation, scheduler: SpeculativeScheduler) -> list[Completion]:
+        """A round of speculation for all answers; what it follows on is learned first."""
+        finished = self._drain()
+        if step := scheduler.schedule_round():
+            tokens, length = rounds.run(self.cache, step.plan, step.shape)
+            done = scheduler.complete_round(step, tokens, length, self._push)
+            finished += [self._finish(self._requests[sequence.request_id]) for sequence in done]
+        return finished
+
+    def _push(self, sequence: Sequence, token: int) -> bool:
+        return self._requests[sequence.request_id].push(token)
 
     def _drain(self) -> list[Completion]:
         """Completes the step in flight, if any."""
@@ -338,9 +349,7 @@ class Engine:
                     request.logits.append(logits[index])
         if output.all_logits is not None:
             self._keep_logits(step, np.asarray(output.all_logits))
-        finished = self._scheduler.complete(
-            step, tokens, lambda sequence, token: self._requests[sequence.request_id].push(token)
-        )
+        finished = self._scheduler.complete(step, tokens, self._push)
         return [self._finish(self._requests[sequence.request_id]) for sequence in finished]
 
     def _keep_logits(self, step: Step, all_logits: np.ndarray) -> None:
@@ -355,13 +364,15 @@ class Engine:
     def _make_empty(self, cache: CacheConfig) -> None:
         """Fresh pools, an empty tree, and a scheduler without requests."""
         self.cache = HybridCache(self.model.specs, cache, self.config, self.model.dtype)
-        self._scheduler = Scheduler(
-            self.cache.host,
-            cache,
-            self.config,
-            self._buckets,
-            self.cache.check_stamp if self.config.debug else None,
-        )
+        check = self.cache.check_stamp if self.config.debug else None
+        parts = (self.cache.host, cache, self.config, self._buckets, check)
+        self._speculation: tuple[Speculation, SpeculativeScheduler] | None = None
+        if self._spec is None:
+            self._scheduler = Scheduler(*parts)
+        else:
+            rounds = Speculation(self.model, self._spec, cache, self.config)
+            scheduler = SpeculativeScheduler(*parts, self._spec, rounds.program.host_draft, rounds.lazy)
+            self._scheduler, self._speculation = scheduler, (rounds, scheduler)
         self._in_flight: tuple[Step, StepOutput] | None = None
 
     def _start_over(self) -> None:
@@ -387,8 +398,3 @@ class Engine:
         del self._requests[request.sequence.request_id]
         self._finished += 1
         return request.complete()
-
-
-def _keeps_bits(cache: CacheConfig) -> bool:
-    """Whether deterministic mode has been shown to hold with these sizes."""
-    return cache.state_dtype == "float32" and CONTEXT_TILE % cache.page_size == 0

@@ -123,7 +123,7 @@ class Scheduler:
         """
         budget, preemptions = StepBudget(self._config, self._buckets), self.stats.preemptions
         for sequence in list(self.running):
-            if sequence.status is not Status.RUNNING or (sequence.decoding and sequence.fully_scheduled):
+            if sequence.status is not Status.RUNNING or (sequence.decoding and self._sits_out(sequence)):
                 continue
             count = budget.tokens_for(sequence, self._page)
             if count and not self._reserve(sequence, sequence.kv_len + count, in_flight):
@@ -136,6 +136,10 @@ class Scheduler:
             self._admit(budget, in_flight)
         chosen = [(seq, count) for seq, count in budget.chosen if seq.status is Status.RUNNING]
         return self._builder.build(chosen) if chosen else None
+
+    def _sits_out(self, sequence: Sequence) -> bool:
+        """Whether a decoding request has nothing to compute in a step."""
+        return sequence.fully_scheduled
 
     def enqueued(self, step: Step) -> None:
         """Publishes a step's chunks; call once its plan has been enqueued, before the next `schedule`."""
@@ -324,20 +328,18 @@ class Scheduler:
     def _leave(self, sequence: Sequence, publish: bool) -> None:
         """Takes a request off its row; what is worth keeping goes to the tree, the rest is freed."""
         if publish:
-            # The working state has folded kv_len tokens: all of them known, a stop token the last of them.
-            end = page_floor(sequence.kv_len, self._page)
-            if (
-                sequence.track_slot
-                and sequence.track_position > sequence.owned_from
-                and end != sequence.kv_len
-            ):
+            # The working state has folded kv_len tokens but those pending; a stop token is the last it can.
+            end, folded = page_floor(sequence.kv_len, self._page), sequence.kv_len - sequence.pending_len
+            whole = folded <= sequence.kv_len and folded % self._page == 0
+            whole = whole and sequence.read_slot == sequence.working_slot
+            if sequence.track_slot and sequence.track_position > sequence.owned_from and not whole:
                 slot, sequence.track_slot = sequence.track_slot, 0
                 self._publish(sequence, sequence.track_position, slot)
+            if whole and folded > sequence.owned_from:
+                slot, sequence.working_slot = sequence.working_slot, 0
+                self._publish(sequence, folded, slot)
             if end > sequence.owned_from:
-                slot = 0
-                if end == sequence.kv_len and sequence.read_slot == sequence.working_slot:
-                    slot, sequence.working_slot = sequence.working_slot, 0
-                self._publish(sequence, end, slot)
+                self._publish(sequence, end, 0)
         if len(sequence.owned_kv):
             self._cache.free_kv(sequence.owned_kv)
         if sequence.owned_ssm:
@@ -347,6 +349,7 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         self.running.remove(sequence)
         sequence.row = sequence.working_slot = sequence.track_slot = sequence.read_slot = 0
+        sequence.pending_len, sequence.fresh = 0, True
         sequence.lease, sequence.branches = None, ()
         sequence.clear_kv()
 

@@ -89,6 +89,9 @@ class EngineStats:
       skipped_checkpoints: checkpoints not taken, for lack of a slot or because a row exports only so many.
       preemptions: requests sent back for lack of slots.
       compiles: step programs traced, by all engines that share the model and the mode.
+      spec_rounds: rounds of speculation, counted once for each row.
+      spec_tokens: tokens that they gave; divided by the rounds, the tokens of a pass.
+      spec_accepted: rounds that accepted at least `i + 1` drafts, for each `i`.
       recompiles_after_warmup: programs that JAX compiled in this process during steps after `warm_up`.
     """
 
@@ -107,4 +110,7 @@ class EngineStats:
     skipped_checkpoints: int
     preemptions: int
     compiles: int
+    spec_rounds: int
+    spec_tokens: int
+    spec_accepted: tuple[int, ...]
     recompiles_after_warmup: int

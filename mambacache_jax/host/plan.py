@@ -114,8 +114,11 @@ class Buckets:
         return PlanShape(decode_rows, blocks, self.block_tokens, self.extend_rows, self.updates)
 
 
-def make_buckets(config: EngineConfig, page_size: int) -> Buckets:
-    """The buckets of an engine: in deterministic mode one shape, with every row an extend row."""
+def make_buckets(config: EngineConfig, page_size: int, *, rounds: bool = False) -> Buckets:
+    """The buckets of an engine: in deterministic mode one shape, with every row an extend row.
+
+    With `rounds` answers grow by rounds of speculation, and steps have no decode rows.
+    """
     blocks = config.token_budget // config.block_tokens
     # A step can always tell the device of one request's whole table row and of all that its tokens open.
     run = TABLE_BLOCK * page_size
@@ -125,12 +128,17 @@ def make_buckets(config: EngineConfig, page_size: int) -> Buckets:
     if config.deterministic:
         return Buckets((0,), (blocks + config.max_running,), config.block_tokens, config.max_running, updates)
     return Buckets(
-        decode_rows=_sizes(4, config.max_running),
+        decode_rows=(0,) if rounds else row_sizes(config),
         blocks=(0, *_sizes(2, blocks)),
         block_tokens=config.block_tokens,
         extend_rows=config.max_extend_rows,
         updates=updates,
     )
+
+
+def row_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """The sizes that rows which advance by one step each are padded to, ascending."""
+    return _sizes(4, config.max_running)
 
 
 def _sizes(first: int, limit: int) -> tuple[int, ...]:

@@ -41,6 +41,9 @@ class Sequence:
       read_slot: what the next step reads: the leased checkpoint at first, then `working_slot`; 0 is zero.
       working_slot: the state that the request advances; 0 while not running.
       track_slot: the newest state exported during decode, at `track_position`; 0 for none.
+      pending_len: of `kv_len`, tokens that wait to be folded into the working state; negative where that has
+        run past a stop.
+      fresh: what its request-table row has pending on the device is another request's.
       in_flight: sampled tokens that the device has and the host has not.
       branches: positions where others want a checkpoint.
       waited: schedules spent waiting for another request to publish a shared prefix.
@@ -65,6 +68,8 @@ class Sequence:
     working_slot: int = 0
     track_slot: int = 0
     track_position: int = 0
+    pending_len: int = 0
+    fresh: bool = True
     in_flight: int = 0
     branches: tuple[int, ...] = ()
     waited: int = 0

@@ -116,10 +116,8 @@ def begin(
       track_interval: track points are its multiples; more than a run's tokens, so that a run has one at most.
     """
     live = plan.row != 0
-    length = jnp.where(live, pending.length.at[plan.row].get(mode="promise_in_bounds"), 0)
-    stamp = pools.ssm.position.at[plan.read_slot].get(mode="promise_in_bounds")
-    folded = jnp.where(plan.read_slot != 0, stamp, 0)
-    kv_len = folded + length
+    length, kv_len = _lengths(pools, pending, plan)
+    folded = kv_len - length
     track_len = kv_len // track_interval * track_interval - folded
     tracks = (track_len > 0) & (plan.track_slot != 0) & live
     track_len, track_slot = jnp.where(tracks, track_len, 0), jnp.where(tracks, plan.track_slot, 0)
@@ -128,6 +126,18 @@ def begin(
     )
     pools = pools._replace(ssm=pools.ssm._replace(position=stamps))
     return pools, Replay(length, track_slot, track_len, kv_len)
+
+
+def kv_len_of(pools: Pools, pending: PendingReplay, plan: ReplayPlan) -> Int32[Array, " row"]:
+    """Tokens of each row that the target has seen: those of its state, and those pending."""
+    return _lengths(pools, pending, plan)[1]
+
+
+def _lengths(pools: Pools, pending: PendingReplay, plan: ReplayPlan) -> tuple[Array, Array]:
+    """Pending tokens of each row, and all that the target has seen."""
+    length = jnp.where(plan.row != 0, pending.length.at[plan.row].get(mode="promise_in_bounds"), 0)
+    stamp = pools.ssm.position.at[plan.read_slot].get(mode="promise_in_bounds")
+    return length, jnp.where(plan.read_slot != 0, stamp, 0) + length
 
 
 def nodes_plan(plan: ReplayPlan, replay: Replay, tree: DraftTree | None) -> NodesPlan:
