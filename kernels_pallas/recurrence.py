@@ -24,14 +24,26 @@ import jax.numpy as jnp
 KINDS = ("mamba2", "gdn", "kda")
 
 
-def advance(kind, state, k, v, log_decay, beta, *, product: Callable = jnp.multiply, sum_rows=None):
+def advance(
+    kind,
+    state,
+    k,
+    v,
+    log_decay,
+    beta,
+    *,
+    product: Callable = jnp.multiply,
+    exp: Callable = jnp.exp,
+    sum_rows=None,
+):
     """The state after one token; `log_decay` is a column for "kda", else one number; float32 throughout.
 
     Args:
       product: multiplies; `rounded_product` where XLA compiles.
+      exp: the exponential; `lone_exp` where XLA compiles.
       sum_rows: sums over `state_dim`, keeping the axis; `tree_sum` by default.
     """
-    state = product(state, jnp.exp(log_decay))
+    state = product(state, exp(log_decay))
     u = v
     if kind != "mamba2":
         u = beta * (v - (sum_rows or tree_sum)(product(state, k)))
@@ -70,6 +82,11 @@ def rounded_product(length) -> Callable:
         return jax.lax.bitcast_convert_type(bits ^ zero, jnp.float32)
 
     return product
+
+
+def lone_exp(x):
+    """An exponential that XLA compiles by itself: inside a larger loop its last bit can be another one."""
+    return jax.lax.optimization_barrier(jnp.exp(jax.lax.optimization_barrier(x)))
 
 
 def by_head(kind, num_heads, k, v, log_decay, beta):

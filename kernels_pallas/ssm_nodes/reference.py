@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from kernels_pallas.recurrence import advance, by_head, key_column, read_out, rounded_product
+from kernels_pallas.recurrence import advance, by_head, key_column, lone_exp, read_out, rounded_product
 from kernels_pallas.ssm_nodes.packed import count_heads, pack, unpack
 from kernels_pallas.ssm_nodes.plan import Inputs, NodesPlan
 
@@ -96,7 +96,8 @@ def _by_step(inputs):
 def token(kind, state, inputs, product):
     """The states `[..., head, state_dim, head_dim]` after one token, not rounded."""
     _, k, v, log_decay, beta = inputs
-    return advance(kind, state, *by_head(kind, v.shape[-2], k, v, log_decay, beta), product=product)
+    heads = by_head(kind, v.shape[-2], k, v, log_decay, beta)
+    return advance(kind, state, *heads, product=product, exp=lone_exp)
 
 
 def output(state, inputs, product):

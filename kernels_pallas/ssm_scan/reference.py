@@ -7,7 +7,7 @@ of the scan. Loops have dynamic bounds, so that padding costs nothing. Not diffe
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.recurrence import advance, by_head, key_column, read_out, rounded_product
+from kernels_pallas.recurrence import advance, by_head, key_column, lone_exp, read_out, rounded_product
 
 
 def ssm_scan(kind, q, k, v, log_decay, beta, initial, blocks):
@@ -22,7 +22,7 @@ def ssm_scan(kind, q, k, v, log_decay, beta, initial, blocks):
     def token(t, carry, block):
         out, state, exports = carry
         now = (None if x is None else x[block, t] for x in (k, v, log_decay, beta))
-        state = advance(kind, state, *by_head(kind, v.shape[-2], *now), product=product)
+        state = advance(kind, state, *by_head(kind, v.shape[-2], *now), product=product, exp=lone_exp)
         y = read_out(state, key_column(v.shape[-2], q[block, t]), product=product)[..., 0, :]
         for e in range(num_exports):
             at = jnp.where(blocks.export[block, e] == t + 1, blocks.row[block] * num_exports + e, trash)

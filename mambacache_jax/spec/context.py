@@ -197,7 +197,9 @@ class VerifyContext:
         """
         assert isinstance(self._specs[layer], AttentionSpec)
         if v is None:
-            raise NotImplementedError(f"Layer {layer} has latent attention, which drafts are not verified on.")
+            raise NotImplementedError(
+                f"Layer {layer} has latent attention: no drafts are verified there yet."
+            )
         index = len(self._kv)
         k_pool, v_pool = self.pools.kv.k[index], self.pools.kv.v[index]
         q, k, v = (self._by_row(x) for x in (q, k, v))
