@@ -281,6 +281,25 @@ def host(nodes: tuple[int, ...], trace_file: Path | None, json_file: Path | None
         _write_json(json_file, results)
 
 
+@bench.command(name="spec")
+@click.option(
+    "--prompts", type=click.IntRange(min=1), default=8, show_default=True, help="Prompts to go on from."
+)
+@click.option("--max-tokens", type=click.IntRange(min=1, max=256), default=128, show_default=True)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the result here."
+)
+def spec_command(prompts: int, max_tokens: int, json_file: Path | None) -> int:
+    """Speculation with `tiny` against plain decoding; exit code 1 where a text differs."""
+    from mambacache_jax.bench import spec as spec_bench
+
+    results = spec_bench.run(prompts=prompts, max_tokens=max_tokens)
+    spec_bench.show(results)
+    if json_file is not None:
+        _write_json(json_file, results)
+    return 0 if all(row["same_text"] for row in results.values()) else 1
+
+
 def _write_json(path: Path, value: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1) + "\n")

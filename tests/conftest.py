@@ -1,7 +1,11 @@
 """Strict JAX for every test: no implicit promotion, shapes of annotated functions checked when traced."""
 
+import gc
 import importlib.util
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A CPU process with libtpu installed prints errors unless these name a machine.
@@ -31,3 +35,17 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if item.get_closest_marker("aot")]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def drop_compiled_programs():
+    """Keeps a process far from the 65,530 memory mappings that Linux allows it.
+
+    Each program that XLA compiles for a CPU maps its code. All tests together compiled so many in one process
+    that the compiler crashed.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()

@@ -27,7 +27,7 @@ ARROWS = {
     "cache": {"host", "device", "spec", "budget", "layout"},
     "engine": {"cache", "models", "spec", "host", "layout"},
     "serve": {"engine", "cache", "host"},
-    "bench": {"engine", "cache", "host"},
+    "bench": {"engine", "cache", "host", "models"},
     "adapters": {"engine", "cache", "host"},
     "kernels_pallas": set(),
 }
